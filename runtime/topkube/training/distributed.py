@@ -239,7 +239,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before. All ranks call this
-        together, between `backward()` and `step()`.
+        together, between `backward()` and `step()`. With MasterWeights, the gradients of the masters are scaled; with
+        GradScaler, call it after `scaler.unscale_(optimizer)`.
 
         With error feedback in the weights (such as onebit or localsgd), each node has a gradient of its own. The
         norm is then the root of the mean of the squares of the nodes' norms, weighted by ranks: the same on all nodes,

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from topkube.training.optimizer_parts import OptimizerParts
+from topkube.training.optimizer_parts import OptimizerParts, find_masters
 
 
 def clip_gradients(parts: OptimizerParts, max_norm: float) -> float:
@@ -21,7 +21,9 @@ def clip_gradients(parts: OptimizerParts, max_norm: float) -> float:
         late.finish()
 
     if parts.node_weights is None:
-        return float(torch.nn.utils.clip_grad_norm_([p.tensor for p in backward.parameters], max_norm))
+        masters = find_masters(parts.inner)
+        tensors = [p.tensor for p in backward.parameters] if masters is None else masters.master_parameters()
+        return float(torch.nn.utils.clip_grad_norm_(tensors, max_norm))
 
     gradients = parts.node_weights.trained.list_gradients()
     squares = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)

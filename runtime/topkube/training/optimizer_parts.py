@@ -114,7 +114,7 @@ def _check_permission(
     parameters = name_parameters(optimizer, names, sharded=True)
     problem = ""
     try:
-        check_parameters(TrainedWeights(parameters, _find_masters(optimizer)), own.name)
+        check_parameters(TrainedWeights(parameters, find_masters(optimizer)), own.name)
     except ArgumentError as error:
         problem = error.what
     if not problem:
@@ -144,7 +144,7 @@ def _build_parts(
     node_weights = node_world = check = None
     if aggregation.in_weights:
         noise_correction = _build_noise_correction(optimizer, world)
-        masters = _find_masters(optimizer)
+        masters = find_masters(optimizer)
         node_weights = NodeWeights(world, parameters, aggregation, optimizer, masters, noise_correction)
         node_world = node_weights.node_world
         mode, every = settings.check_weights, settings.check_weights_every
@@ -182,7 +182,7 @@ def _build_late_updates(
     return LateUpdates(backward.exchange.reduced_parts, optimizer, guard.allow_step)
 
 
-def _find_masters(optimizer: torch.optim.Optimizer) -> MasterWeights | None:
+def find_masters(optimizer: torch.optim.Optimizer) -> MasterWeights | None:
     """Return the wrapper that keeps master weights, if there is one."""
     while isinstance(optimizer, OptimizerWrapper):
         if isinstance(optimizer, MasterWeights):

@@ -77,7 +77,11 @@ def test_a_grad_scaler_trains_masters_as_float64_trains(
         scaler.scale(model(step)).backward()
         if clips:
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(optimizer.master_parameters(), 0.5)
+            if is_distributed:
+                unclipped = torch.stack([p.grad.norm() for p in optimizer.master_parameters()]).norm()
+                assert optimizer.clip_grad_norm_(0.5) == pytest.approx(float(unclipped))
+            else:
+                torch.nn.utils.clip_grad_norm_(optimizer.master_parameters(), 0.5)
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == SCALE
