@@ -117,8 +117,10 @@ class DistributedOptimizer(OptimizerWrapper):
             schedule=None if schedule is None else tuple(schedule),
             bucket_bytes=bucket_bytes,
         )
-        names = [(p.name, p.tensor) for p in name_parameters(optimizer, named_parameters, sharded=world is not None)]
+        named = list(named_parameters)
+        names = [(p.name, p.tensor) for p in name_parameters(optimizer, named, sharded=world is not None)]
         self._build(optimizer, names, chosen, settings, world or all_ranks)
+        self._step.named = named
 
     def _build(
         self,

@@ -6,9 +6,11 @@ import torch
 
 from topkube.errors import TrainingError
 from topkube.telemetry import phases
+from topkube.training.exchange.autograd.gradient_hooks import is_owned
 from topkube.training.optimizer_parts import OptimizerParts
 from topkube.training.optimizers.wrapper import exchanged_parameters
 from topkube.training.reporting.steps import StepReporter
+from topkube.training.reporting.warning import warn
 
 
 class OptimizerStep:
@@ -17,6 +19,8 @@ class OptimizerStep:
 
     def __init__(self, parts: OptimizerParts) -> None:
         self._parts = parts
+        self.named: list[tuple[str, torch.nn.Parameter]] = []
+        """The parameters that the script has named; empty after the first step."""
         self._reports = StepReporter(parts.backward.world)
         self._exchanged_ids: list[int] = []
         """The ids of the parameters whose gradients are exchanged."""
@@ -34,6 +38,7 @@ class OptimizerStep:
         """Make the step, or skip it on all ranks. Raises TrainingError for gradients that were not exchanged, and for
         parameters that were added to the wrapped optimizer."""
         self._check_gradients()
+        self._warn_of_parameters_without_exchange()
         backward = self._parts.backward
         if backward.gradients.decide_step():
             self._update_parameters()
@@ -58,6 +63,23 @@ class OptimizerStep:
                 " gradients of the new parameters are not exchanged",
                 next_step="call optimizer.add_param_group on the distributed optimizer, with named parameters; after"
                 " parameters were replaced, call optimizer.unwrap() and wrap it again",
+            )
+
+    def _warn_of_parameters_without_exchange(self) -> None:
+        """Warn on rank 0, at the first step, if a parameter that the script has named has a gradient that no optimizer
+        of this process exchanges: something that reads the gradients of the whole model then differs between ranks."""
+        named, self.named = self.named, []
+        world = self._parts.backward.world
+        if world.size == 1 or world.rank:
+            return
+        names = [name for name, p in named if p.requires_grad and p.grad is not None and not is_owned(p)]
+        if names:
+            named_parameters = f"{names[0]} and {len(names) - 1} more parameters" if len(names) > 1 else names[0]
+            warn(
+                f"no DistributedOptimizer exchanges the gradients of {named_parameters}: each rank keeps its own."
+                " torch.nn.utils.clip_grad_norm_(model.parameters()) reads them, so it clips each rank differently, and"
+                " the weights of ranks become different. Next: clip with optimizer.clip_grad_norm_; or freeze these"
+                " parameters with requires_grad_(False), or give them to the optimizer."
             )
 
     def _update_parameters(self) -> None:

@@ -24,6 +24,8 @@ from ranks.training.scene import (
     take_own_part,
 )
 from topkube.errors import TrainingError
+from topkube.settings import Settings
+from topkube.training import optimizer_step
 from topkube.world import World
 
 
@@ -182,3 +184,43 @@ def case_ranks_with_different_models_raise_an_error(world: World) -> None:
     with pytest.raises(TrainingError, match="different parameters"):
         model(draw_samples(4)[0]).sum().backward()
     assert optimizer.steps == 0
+
+
+def case_gradients_that_no_optimizer_exchanges_are_named(world: World) -> None:
+    """Clipping with them makes ranks diverge; clipping with the optimizer does not. Parameters of another distributed
+    optimizer, and frozen parameters, need no warning."""
+    warnings: list[str] = []
+    original, optimizer_step.warn = optimizer_step.warn, warnings.append
+    try:
+        for way in ("clip all", "clip with the optimizer", "frozen", "two optimizers"):
+            model = Forked()
+            model.second.requires_grad_(way != "frozen")
+            names = list(model.named_parameters())
+            used = [*model.first.parameters(), *model.third.parameters()]
+            settings = Settings(check_weights_every=2)
+            optimizer = topkube.DistributedOptimizer(build_sgd(used), names, aggregation="dense", settings=settings)
+            rest = build_sgd(model.second.parameters())
+            if way == "two optimizers":
+                rest = topkube.DistributedOptimizer(rest, names, aggregation="dense")
+            for step in range(3):
+                loss = model(draw_samples(4, 10 * step + topkube.rank())[0], "first second third").square().mean()
+                if way == "clip all" and step == 2:
+                    with pytest.raises(TrainingError, match=r"clip with optimizer\.clip_grad_norm_"):
+                        loss.backward()
+                    break
+                loss.backward()
+                if way == "clip with the optimizer":
+                    optimizer.clip_grad_norm_(0.1)
+                else:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                model.zero_grad()
+            assert len(warnings) == (way.startswith("clip") and topkube.rank() == 0), (way, warnings)
+            assert all("second.weight and 1 more" in warning for warning in warnings), warnings
+            warnings.clear()
+            assert way == "clip all" or are_equal_on_all_ranks(copy_weights(model)), way
+            optimizer.unwrap()
+            if way == "two optimizers":
+                rest.unwrap()
+    finally:
+        optimizer_step.warn = original

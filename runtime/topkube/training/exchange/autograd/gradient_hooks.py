@@ -68,9 +68,9 @@ class GradientHooks:
     def add(self, parameters: list[Parameter]) -> None:
         """Hook these parameters too."""
         for parameter in parameters:
-            if _is_owned(parameter.tensor):
+            if is_owned(parameter.tensor):
                 gc.collect()  # only a reference cycle may keep the owner alive: schedulers create cycles
-            if _is_owned(parameter.tensor):
+            if is_owned(parameter.tensor):
                 raise ArgumentError(
                     f"parameter {parameter.name} belongs to another distributed optimizer",
                     cause="the model was wrapped twice: its gradients would be exchanged twice",
@@ -165,7 +165,8 @@ class GradientHooks:
         return parameters
 
 
-def _is_owned(tensor: torch.Tensor) -> bool:
+def is_owned(tensor: torch.Tensor) -> bool:
+    """Return True if a distributed optimizer of this process exchanges the gradients of a parameter."""
     owned, owner = _owners.get(id(tensor), (None, None))
     return owned is not None and owner is not None and owned() is tensor and owner() is not None
 

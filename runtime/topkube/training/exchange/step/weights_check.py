@@ -68,8 +68,11 @@ class WeightsCheck:
             )
             if first
             else (
-                "only some ranks made a step, drew a random number or changed weights; or processors round differently",
-                "make every rank do the same; on mixed hardware set TOPKUBE_CHECK_WEIGHTS=warn",
+                "only some ranks made a step, drew a random number or changed weights; or"
+                " torch.nn.utils.clip_grad_norm_(model.parameters()) read gradients of parameters that no"
+                " DistributedOptimizer has; or processors round differently",
+                "make every rank do the same; clip with optimizer.clip_grad_norm_; on mixed hardware set"
+                " TOPKUBE_CHECK_WEIGHTS=warn",
             )
         )
         if self._mode == "error":
