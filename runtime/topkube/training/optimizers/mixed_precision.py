@@ -212,8 +212,9 @@ class MasterWeights(OptimizerWrapper):
         changed = find_changed((pair.parameter, pair.written) for pair in self._pairs)
         for pair, is_changed in zip(self._pairs, changed, strict=True):
             if is_changed:
-                rounded = pair.master.to(pair.parameter.dtype)
-                pair.master.copy_(torch.where(pair.parameter == rounded, pair.master, pair.parameter.float()))
+                # The script may have moved the model to a device after the optimizer was wrapped.
+                is_rounded = (pair.parameter == pair.master.to(pair.parameter)).to(pair.master.device)
+                pair.master.copy_(torch.where(is_rounded, pair.master, pair.parameter.to(pair.master)))
                 pair.written = compute_checksum(pair.parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
