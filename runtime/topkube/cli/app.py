@@ -98,10 +98,22 @@ def run(
         typer.Option(metavar="FILE", help="Record some steps of all ranks, for Perfetto and for `topkube plan`."),
     ] = None,
     deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="End the run after this time (default: the job's).")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.001,
+            max=1e9,
+            help="End the run after this time (default: the job's).",
+        ),
     ] = None,
     collective_deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Longest wait inside one collective (default: 300).")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.001,
+            max=1e9,
+            help="Longest wait inside one collective (default: 300).",
+        ),
     ] = None,
     metrics_port: Annotated[
         int | None,
@@ -243,27 +255,46 @@ def plan(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, metavar="SAMPLES", help="Samples per rank and step to which --compute applies.")
+        int | None,
+        typer.Option(
+            min=1, max=1 << 31, metavar="SAMPLES", help="Samples per rank and step to which --compute applies."
+        ),
     ] = None,
     device_memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Memory of a rank, such as 16GB: bounds the batch of a --model.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Number of nodes (default: the job's, or 2).")] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Ranks per node (default: the job's, or 1).")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Number of nodes (default: the job's, or 2).")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Ranks per node (default: the job's, or 1).")
+    ] = None,
     cores: Annotated[
         int | None,
-        typer.Option(min=1, help="Processor cores of a node (default: the trace's; else no thread waits for a core)."),
+        typer.Option(
+            min=1,
+            max=1 << 20,
+            help="Processor cores of a node (default: the trace's; else no thread waits for a core).",
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Where ranks compute: cpu or gpu (default: the trace's, else gpu).")
     ] = None,
     data: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Time in which the input pipeline prepares a batch.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=1e6,
+            metavar="SECONDS",
+            help="Time in which the input pipeline prepares a batch.",
+        ),
     ] = 0.0,
     spread: Annotated[
         float | None,
         typer.Option(
-            min=0.0, max=1.0, help="Relative standard deviation of ranks' compute times (default: the trace's)."
+            min=0.0,
+            max=1.0,
+            help="Relative standard deviation of ranks' compute times (default: the trace's).",
         ),
     ] = None,
     density: Annotated[
