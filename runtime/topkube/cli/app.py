@@ -18,7 +18,12 @@ from topkube.cli.cluster import commands
 from topkube.cli.options import ManifestOutput, OutputFormat, OutputOption
 from topkube.errors import TopKubeError
 
-BENCHES = {"select": "topkube.bench.select", "allreduce": "topkube.bench.allreduce", "cache": "topkube.bench.cache"}
+BENCHES = {
+    "select": "topkube.bench.select",
+    "allreduce": "topkube.bench.allreduce",
+    "train": "topkube.bench.train",
+    "cache": "topkube.bench.cache",
+}
 
 
 class _BenchGroup(TyperGroup):
@@ -44,14 +49,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(cls=_BenchGroup, help="Measure selection and all-reduce on this machine.", no_args_is_help=True)
+bench = typer.Typer(
+    cls=_BenchGroup, help="Measure selection, all-reduce, training steps and the data cache.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")
 
 
 @bench.callback()
 def _bench() -> None:
-    """Measure selection and all-reduce on this machine."""
+    """Measure selection, all-reduce, training steps and the data cache."""
 
 
 def _print_version(is_requested: bool) -> None:
