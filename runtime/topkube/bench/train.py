@@ -24,6 +24,7 @@ from topkube.algorithms import OVERLAP
 from topkube.bench.report import BenchReport, describe_machine
 from topkube.collectives.coordination import barrier, broadcast_object, gather_object, reduce
 from topkube.errors import ArgumentError, CollectiveError, TopKubeError
+from topkube.installation import build_install_command
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -66,7 +67,7 @@ def command(
         from topkube.bench.contenders import Task, list_aggregations
     except ModuleNotFoundError as error:
         raise ArgumentError(
-            f"{error.name} is not installed", cause="training needs torch", next_step="pip install 'topkube[train]'"
+            f"{error.name} is not installed", cause="training needs torch", next_step=build_install_command("train")
         ) from error
     task, names = Task(layers, width, batch, overlap), list_aggregations(aggregations)
     world = worlds.init()
