@@ -15,6 +15,8 @@ from topkube import __version__
 from topkube.cli import options
 from topkube.cli.cache import cache
 from topkube.cli.cluster import commands
+from topkube.cli.cluster.api import ClusterLocation
+from topkube.cli.cluster.commands import Context, Kubeconfig, Namespace
 from topkube.cli.options import ManifestOutput, OutputFormat, OutputOption
 from topkube.errors import TopKubeError
 
@@ -171,11 +173,25 @@ def run(
 
 
 @app.command()
-def doctor(output: OutputOption = OutputFormat.text) -> None:
+def doctor(
+    network_policy: Annotated[
+        bool,
+        typer.Option("--network-policy", help="Also probe, with three small pods, if the cluster enforces policies."),
+    ] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    image: Annotated[
+        str | None, typer.Option(help="Image of the probe's pods, with Python (default: TopKube's runtime).")
+    ] = None,
+    output: OutputOption = OutputFormat.text,
+) -> None:
     """Check what training on this machine needs: MPI, the CPU kernels, torch, memory, CUDA, the cluster."""
     from topkube.cli.doctor.command import run_doctor
 
-    raise typer.Exit(run_doctor(json_output=output is OutputFormat.json))
+    location = ClusterLocation(kubeconfig, context, namespace)
+    probed = (location, image) if network_policy else None
+    raise typer.Exit(run_doctor(json_output=output is OutputFormat.json, probed=probed))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
