@@ -152,15 +152,19 @@ def test_a_list_of_namespaces_grants_no_right_in_other_namespaces() -> None:
     assert selector["matchExpressions"][0]["values"] == ["team-a", "team-b"]
 
 
-def test_no_role_of_the_operator_has_a_wildcard_or_exec() -> None:
-    for values in ({}, {"namespaces": ["team-a"]}):
+def test_no_role_has_a_wildcard_or_exec_and_no_role_of_users_has_a_status() -> None:
+    users_roles = {"topkube-view", "topkube-edit", "topkube-admin"}
+    for values in ({}, {"namespaces": ["team-a"]}, EVERYTHING):
         objects = render(values)
-        for role in [*select_kind("ClusterRole", objects), *select_kind("Role", objects)]:
-            if role["metadata"]["name"] in ("topkube-view", "topkube-edit", "topkube-admin"):
-                continue
+        roles = [*select_kind("ClusterRole", objects), *select_kind("Role", objects)]
+        assert users_roles <= {role["metadata"]["name"] for role in roles}
+        for role in roles:
             for rule in role["rules"]:
-                assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
-                assert "pods/exec" not in rule["resources"]
+                resources = rule.get("resources", [])
+                assert "*" not in [*rule["verbs"], *resources, *rule.get("apiGroups", [])], role["metadata"]["name"]
+                assert "pods/exec" not in resources
+                if role["metadata"]["name"] in users_roles:
+                    assert {resource for resource in resources if "/" in resource} <= {"pods/log"}
 
 
 def test_selectors_match_the_pods_and_named_ports_exist() -> None:

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube_operator.model.nodes import NodeFailure, read_node_failures
-from topkube_operator.planning.causes.bad_nodes import REMEMBERED
 from topkube_operator.watch.work_queue import Key
 
 
@@ -63,13 +62,13 @@ class KnownJobs:
 
     def find_failures_of_others(self, uid: str) -> tuple[NodeFailure, ...]:
         """Return the recent failures of all jobs except the job with UID `uid`."""
-        oldest = datetime.now(UTC) - REMEMBERED
+        now = datetime.now(UTC)
         return tuple(
             failure
             for job, failures in self._node_failures.items()
             if job != uid
             for failure in failures
-            if failure.at > oldest
+            if failure.counts_at(now)
         )
 
 

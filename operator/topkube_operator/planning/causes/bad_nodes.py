@@ -9,7 +9,7 @@ jobs count only from the third failure of at least two jobs on, and only a third
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from topkube.job import TrainingJob
@@ -22,13 +22,11 @@ from topkube.job.fields.failure_policy import (
 )
 from topkube.job.status import MOST_NODES
 from topkube.timestamps import format_timestamp, parse_timestamp
-from topkube_operator.model.nodes import NodeFailure, read_node_failures
+from topkube_operator.model.nodes import REMEMBERED, NodeFailure, read_node_failures
 from topkube_operator.model.observed import Observed
 from topkube_operator.model.status import Event, StatusDraft
 from topkube_operator.planning.causes.pod_failures import Failure
 
-REMEMBERED = timedelta(hours=1)
-"""How long a failure counts against a node."""
 _HARDWARE = ("NodeLost", "UnexpectedAdmissionError", HARDWARE_FAULT)
 """One failure with such a reason is enough for the job to avoid the node."""
 _NOT_THE_NODE = (*SCRIPT_ERRORS, SOURCE_UNAVAILABLE, SETUP_FAILED, "OOMKilled", "Evicted")
@@ -96,10 +94,9 @@ def forget_expired_nodes(draft: StatusDraft) -> datetime | None:
 
 def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
     own_failures = {failure.node: failure for failure in _find_own_failures(draft)}
-    oldest = draft.now - REMEMBERED
     failures_of_others: dict[str, list[NodeFailure]] = {}
     for failure in observed.node_failures:
-        if failure.at > oldest:
+        if failure.counts_at(draft.now):
             failures_of_others.setdefault(failure.node, []).append(failure)
     suspects = [
         _Suspect(_URGENCY_FAULT, 0, node, fault, f"the node reports the condition {fault}", None)
@@ -109,7 +106,6 @@ def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
         own_failure, other_failures = own_failures.get(node), failures_of_others.get(node, [])
         all_failures = [*other_failures, *([own_failure] if own_failure is not None else [])]
         count = sum(failure.count for failure in all_failures)
-        until = max(failure.at for failure in all_failures) + REMEMBERED
         if own_failure is not None and own_failure.reason in _HARDWARE:
             message = f"an attempt of this job ended there: {own_failure.reason}"
             suspects.append(
@@ -121,9 +117,9 @@ def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
                 _Suspect(_URGENCY_OWN, count, node, own_failure.reason, message, own_failure.at + REMEMBERED)
             )
         elif count >= _ALL_FAILURES and len(all_failures) >= _JOBS:
-            reason = max(all_failures, key=lambda failure: (failure.at, failure.reason)).reason
-            message = f"{count} attempts of {len(all_failures)} jobs failed there first, the last with {reason}"
-            suspects.append(_Suspect(_URGENCY_ALL, count, node, reason, message, until))
+            last = max(all_failures, key=lambda failure: (failure.at, failure.reason))
+            message = f"{count} attempts of {len(all_failures)} jobs failed there first, the last with {last.reason}"
+            suspects.append(_Suspect(_URGENCY_ALL, count, node, last.reason, message, last.at + REMEMBERED))
     return suspects
 
 
@@ -137,7 +133,7 @@ def _find_limit(job: TrainingJob, observed: Observed) -> int:
 def _find_own_failures(draft: StatusDraft) -> list[NodeFailure]:
     """Return the failures of the job itself that still count."""
     failures = read_node_failures("", {"nodeFailures": draft.node_failures})
-    return [failure for failure in failures if failure.at > draft.now - REMEMBERED]
+    return [failure for failure in failures if failure.counts_at(draft.now)]
 
 
 def _describe_suspect(suspect: _Suspect) -> dict[str, Any]:

@@ -123,6 +123,38 @@ def test_failures_of_several_other_jobs_count(failures: tuple[NodeFailure, ...],
     assert world.status["phase"] == "Running"
 
 
+@pytest.mark.parametrize(
+    "time",
+    [
+        "9999-12-31T23:59:59Z",
+        "9999-12-31T23:59:59-14:00",
+        "2099-01-01T00:00:00Z",
+        "2026-01-01T00:05:01Z",
+        "0001-01-01T00:00:00+14:00",
+        "0001-01-01T00:00:00Z",
+        "soon",
+        "",
+        None,
+        7,
+    ],
+)
+def test_forged_times_in_the_statuses_of_other_jobs_have_no_effect(time: Any) -> None:
+    entry = {"name": "node-c", "count": 9, "reason": "Error", "lastFailureTime": time}
+    world = SimulatedCluster(build_job())
+    world.node_failures = tuple(
+        failure for job in ("a", "b") for failure in read_node_failures(job, {"nodeFailures": [entry]})
+    )
+    world.start_ranks()
+    assert (_list_avoided_nodes(world), world.status["phase"]) == ([], "Running")
+
+
+def test_a_clock_of_an_earlier_leader_may_be_ahead() -> None:
+    world = SimulatedCluster(build_job())
+    world.node_failures = _build_failures(("a", 2), ("b", 2), minutes=-5)
+    world.start_ranks()
+    assert _list_avoided_nodes(world) == ["node-c"]
+
+
 def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
     world = start_running_job(workers=1, runPolicy=MANY_RESTARTS)
     world.change("train-worker-0-1-uid-1", node="node-c")
