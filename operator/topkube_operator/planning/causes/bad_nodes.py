@@ -3,11 +3,13 @@ Pure.
 
 A failure is stored in the status of its job (`nodeFailures`) and is not counted after an hour. The operator has no
 other memory of nodes, so a new leader avoids the same nodes. Tenants can make their own jobs fail, so failures of other
-jobs count only from the third failure of at least two jobs on, and only a third of the nodes is avoided at a time.
+jobs count only from the third failure of at least two jobs on, and only a third of the nodes is avoided at a time. A
+template may name a node that does not exist, so only nodes count that the operator has seen.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -31,6 +33,7 @@ _HARDWARE = ("NodeLost", "UnexpectedAdmissionError", HARDWARE_FAULT)
 """One failure with such a reason is enough for the job to avoid the node."""
 _NOT_THE_NODE = (*SCRIPT_ERRORS, SOURCE_UNAVAILABLE, SETUP_FAILED, "OOMKilled", "Evicted")
 """Reasons of failures that the job itself, or a store outside the cluster, causes."""
+_LABEL_VALUE = re.compile(r"(?=.{1,63}$)[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _OWN_FAILURES, _ALL_FAILURES, _JOBS = 2, 3, 2
 """Failures of the job itself, or of all jobs and of how many jobs, from which on a node is avoided."""
 _URGENCY_FAULT, _URGENCY_HARDWARE, _URGENCY_OWN, _URGENCY_ALL = 3, 2, 1, 0
@@ -50,10 +53,10 @@ class _Suspect:
     until: datetime | None
 
 
-def record_failure(draft: StatusDraft, failure: Failure) -> None:
+def record_failure(draft: StatusDraft, failure: Failure, observed: Observed) -> None:
     """Count a failure against its node, if the node may be the cause."""
     by_cluster = failure.disruption and failure.reason not in (*_HARDWARE, "WorkerLost")
-    if not failure.node or by_cluster or failure.reason in _NOT_THE_NODE:
+    if not _can_be_avoided(failure.node, observed) or by_cluster or failure.reason in _NOT_THE_NODE:
         return
     own_failures = {earlier.node: earlier for earlier in _find_own_failures(draft)}
     earlier_failure = own_failures.pop(failure.node, None)
@@ -94,13 +97,15 @@ def forget_expired_nodes(draft: StatusDraft) -> datetime | None:
 
 def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
     own_failures = {failure.node: failure for failure in _find_own_failures(draft)}
+    own_failures = {node: failure for node, failure in own_failures.items() if _can_be_avoided(node, observed)}
     failures_of_others: dict[str, list[NodeFailure]] = {}
     for failure in observed.node_failures:
-        if failure.counts_at(draft.now):
+        if failure.counts_at(draft.now) and _can_be_avoided(failure.node, observed):
             failures_of_others.setdefault(failure.node, []).append(failure)
     suspects = [
         _Suspect(_URGENCY_FAULT, 0, node, fault, f"the node reports the condition {fault}", None)
         for node, fault in observed.node_faults.items()
+        if _can_be_avoided(node, observed)
     ]
     for node in sorted({*own_failures, *failures_of_others} - observed.node_faults.keys()):
         own_failure, other_failures = own_failures.get(node), failures_of_others.get(node, [])
@@ -121,6 +126,13 @@ def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
             message = f"{count} attempts of {len(all_failures)} jobs failed there first, the last with {last.reason}"
             suspects.append(_Suspect(_URGENCY_ALL, count, node, last.reason, message, last.at + REMEMBERED))
     return suspects
+
+
+def _can_be_avoided(node: str, observed: Observed) -> bool:
+    """Return True if the operator has seen the node, and the node's hostname is valid in a rule. Without the right to
+    list nodes, every node counts as seen."""
+    has_been_seen = node in observed.hostnames or not observed.nodes
+    return has_been_seen and _LABEL_VALUE.fullmatch(observed.hostnames.get(node, node)) is not None
 
 
 def _find_limit(job: TrainingJob, observed: Observed) -> int:

@@ -84,7 +84,7 @@ def _end_attempt(steps: PlanSteps, attempt: AttemptPods, failure: Failure) -> No
     if steps.logs:
         return
     failure = replace(failure, node=failure_policy.find_node(failure, attempt, steps.observed))
-    bad_nodes.record_failure(draft, failure)
+    bad_nodes.record_failure(draft, failure, steps.observed)
     container = failure_policy.find_container(failure, attempt, steps.observed)
     decision = failure_policy.choose_consequence(steps.policy.failure_policy, failure, container, draft)
     if decision.action == "Restart" and draft.restarts >= limit:

@@ -211,6 +211,7 @@ def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
         {"name": "node-b", "count": 2, "reason": "Error", "lastFailureTime": now},
         {"name": "node-c", "count": 2, "reason": "Error", "lastFailureTime": "2020-01-01T00:00:00Z"},
         {"name": "node-a", "count": 2, "reason": "Error", "lastFailureTime": "2099-01-01T00:00:00Z"},
+        {"name": "node-that-does-not-exist", "count": 2, "reason": "Error", "lastFailureTime": "2020-01-01T00:00:00Z"},
     ]
     cache.put_job(build_stored_job(1, status={"nodeFailures": failures}))
     other = build_stored_job(2, uid="uid-2", status={"nodeFailures": failures})
