@@ -27,11 +27,12 @@ class Creation:
     outdated: tuple[Pod, ...]
 
 
-def find_current_pods(job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed) -> AttemptPods:
-    """Return the pods of the attempt whose number is in the status. If a worker has several pods, the newest counts."""
+def find_current_pods(job: str, uid: str, workers: int, draft: StatusDraft, observed: Observed) -> AttemptPods:
+    """Return the pods of the attempt whose number is in the status. If a worker has several pods, the newest counts.
+    `job` is the name of the job. Without a launcher, the attempt has `workers` workers."""
     number = draft.attempt
     launcher = next((pod for pod in observed.pods if is_launcher_pod(pod, number)), None)
-    count = launcher.workers if launcher is not None and launcher.workers else job.spec.workers
+    count = launcher.workers if launcher is not None and launcher.workers else workers
     newest: dict[int, Pod] = {}
 
     def compute_preference(pod: Pod) -> tuple[bool, int]:
@@ -49,7 +50,7 @@ def find_current_pods(job: TrainingJob, uid: str, draft: StatusDraft, observed: 
         launcher,
         tuple(newest.get(index) for index in range(count)),
         tuple(
-            newest[index].name if index in newest else names.name_worker_pod(job.name, uid, index, number)
+            newest[index].name if index in newest else names.name_worker_pod(job, uid, index, number)
             for index in range(count)
         ),
     )

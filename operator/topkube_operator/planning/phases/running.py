@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from topkube_operator.model.status import Event
-from topkube_operator.planning import attempts, pacing, pending
+from topkube_operator.planning import pacing, pending
 from topkube_operator.planning.attempt_status import begin_next_attempt, describe_attempt, mark_created
 from topkube_operator.planning.causes import bad_nodes, failure_policy, failures
 from topkube_operator.planning.causes.failures import AttemptPods, Verdict
@@ -32,14 +32,14 @@ def start_job(steps: PlanSteps) -> None:
 def continue_attempt(steps: PlanSteps) -> None:
     """Describe the current attempt in the status, or end it. Make or restore its pods and other objects."""
     draft, seconds = steps.draft, steps.policy.active_deadline_seconds
-    attempt = attempts.find_current_pods(steps.job, steps.uid, draft, steps.observed)
+    attempt = steps.find_current_pods()
     if attempt.launcher is not None and not draft.holds("Created"):
         mark_created(draft, attempt)
     verdict = Verdict("running")
     if draft.holds("Created"):
         verdict = failures.assess_attempt(attempt, steps.observed, steps.now)
     if verdict.state == "succeeded":
-        ended.complete_job(steps, attempt, verdict)
+        ended.complete_job(draft, attempt, verdict)
         return
     if seconds is not None and draft.start is not None:
         due = draft.start + timedelta(seconds=seconds)
