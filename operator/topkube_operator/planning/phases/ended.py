@@ -53,7 +53,8 @@ def complete_job(draft: StatusDraft, attempt: AttemptPods, verdict: Verdict) -> 
 def _end_job(draft: StatusDraft, phase: str, reason: str, message: str, event: Any) -> None:
     """End the job now, by the operator's clock: a node's clock may be wrong by hours, and ttlSecondsAfterFinished
     counts from this time."""
-    draft.phase, draft.completion, draft.avoided_nodes = phase, draft.now, []
+    draft.phase, draft.completion = phase, draft.now
+    draft.avoided_nodes, draft.lost_workers = [], []
     draft.set_condition(phase, True, reason, message, event)
     draft.set_condition("Running", False, phase, message)
     draft.clear_condition("Restarting", phase, message)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+from topkube.job.status import MOST_LOST_WORKERS
+from topkube_operator.model import names
 from topkube_operator.model.status import Event
 from topkube_operator.planning import pacing, pending
 from topkube_operator.planning.attempt_status import begin_next_attempt, describe_attempt, mark_created
@@ -109,6 +111,8 @@ def _end_attempt(steps: PlanSteps, attempt: AttemptPods, failure: Failure) -> No
     steps.restart_reason = failure.reason
     draft.events.append(Event("Warning", "Restarting", message))
     lost = [pod for pod in steps.observed.pods if pod.name in failure.lost]
+    # Stored, because the operator may be killed before it has deleted all of them.
+    draft.lost_workers = sorted({pod.index for pod in lost if pod.role == names.WORKER})[:MOST_LOST_WORKERS]
     begin_next_attempt(draft, failure.reason, failure.describe())
     steps.remove_pods(lost)
     if attempt.launcher is not None and attempt.launcher_container.exit_code is None and attempt.launcher not in lost:
