@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import orders
-from ddp_hooks import build_hook, wrap_in_ddp
 from resnet import CLASSES, ResNet50
+from topkube.bench.ddp import build_hook, wrap_in_ddp
+from topkube.bench.trainings import Step, Training, build_step, build_training
 from topkube.examples.char_gpt import GPT, VOCABULARY
 
 BATCH, CONTEXT = 4, 128
@@ -31,7 +31,6 @@ TIMED_LAYERS, TIMED_WIDTH, FORWARD_SECONDS = 12, 724, 0.005
 """The model whose layers sleep: how many layers it has, their width, and the seconds of forward in each layer."""
 POWERSGD_START = 2
 """The first step that PowerSGD compresses. The smallest number that it allows."""
-Step = Callable[[], None]
 
 
 class Sleep(torch.autograd.Function):
@@ -87,27 +86,6 @@ def build_model_and_data(rank: int, name: str) -> tuple[torch.nn.Module, torch.T
     return model, codes[:, :-1].contiguous(), codes[:, 1:].contiguous()
 
 
-def build_step(model: Callable[..., torch.Tensor], optimizer: Any, codes: torch.Tensor, targets: torch.Tensor) -> Step:
-    def step() -> None:
-        model(codes, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-@dataclass
-class Training:
-    """A training that can pause: a function that makes a step, those that are called before and after the steps of a
-    turn, and one that ends it. `is_final` returns False as long as what `auto` or `dense` stands for may change."""
-
-    step: Step
-    resume: Callable[[], None] = lambda: None
-    pause: Callable[[], None] = lambda: None
-    end: Callable[[], None] = lambda: None
-    is_final: Callable[[], bool] = lambda: True
-
-
 class TopKubeTrainer:
     """Training with DistributedOptimizer."""
 
@@ -124,9 +102,6 @@ class TopKubeTrainer:
 
     def start_training(self, contender: str, name: str) -> Training:
         """Return a training that has made no step."""
-        from topkube.training.exchange.autograd.backward_pass import current_pass
-        from topkube.training.exchange.late import watched_tensors
-
         model, codes, targets = build_model_and_data(self.rank, name)
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         algorithm, *variants = contender.split("_")
@@ -146,19 +121,7 @@ class TopKubeTrainer:
             algorithm, options["overlap"] = "dense", "dear"
         optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=algorithm, **options)
 
-        def resume() -> None:
-            if options.get("overlap") == "dear":
-                watched_tensors.watch()
-
-        def pause() -> None:
-            optimizer.state_dict()  # finishes what is left for the next forward
-            watched_tensors.unwatch()  # it costs time in each call of torch
-            # With several optimizers, buckets are exchanged after backward. This one counts again when it goes on.
-            current_pass.remove(optimizer._backward)
-            optimizer._backward.number = 0
-
-        step = build_step(model, optimizer, codes, targets)
-        return Training(step, resume, pause, optimizer.unwrap, lambda: bool(optimizer.tuning.is_settled))
+        return build_training(optimizer, build_step(model, optimizer, codes, targets))
 
     def take_phases(self) -> dict[str, float]:
         from topkube.telemetry import phases

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tasks
 from allreduce import orders
-from ddp_hooks import build_hook, wrap_in_ddp
 from simulated_nodes import make_optimizer
+from topkube.bench.ddp import build_hook, wrap_in_ddp
 
 
 class Wrapped(NamedTuple):

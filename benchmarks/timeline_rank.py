@@ -20,8 +20,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import orders
-from ddp_hooks import DdpHook, build_hook, wrap_in_ddp
 from step_rank import POWERSGD_START, DdpTrainer, TopKubeTrainer, build_model_and_data
+from topkube.bench.ddp import DdpHook, build_hook, wrap_in_ddp
 
 LAST_STEPS = 11
 """The step of median duration is chosen among the last steps of a run."""

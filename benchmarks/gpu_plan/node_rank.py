@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import topkube
-from ddp_hooks import build_hook, wrap_in_ddp
+from topkube.bench.ddp import build_hook, wrap_in_ddp
 from topkube.examples.char_gpt import GPT, VOCABULARY
 from topkube.settings import Settings
 from topkube.telemetry import phases
@@ -51,7 +51,7 @@ _POWERSGD_START = 2
 PHASES = ("select", "inter", "intra")
 """The phases of an exchange that a run's summary shows."""
 PEERS = ("ddp", "fp16", "powersgd1")
-"""The hooks of DistributedDataParallel (benchmarks/ddp_hooks.py)."""
+"""The hooks of DistributedDataParallel (topkube/bench/ddp.py)."""
 _STEPS, _WARMUP, _TIMED_STEPS = 6, 4, 10
 _TIMED_SECONDS = 4.0
 """Slow contenders make fewer steps: they begin none after this time."""

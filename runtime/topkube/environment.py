@@ -128,6 +128,13 @@ def read_network_devices(environment: Mapping[str, str] | None = None) -> list[s
     return [name for name in environment.get("UCX_NET_DEVICES", "").split(",") if name]
 
 
+def choose_gloo_device(name: str) -> None:
+    """Have gloo listen on the network device called `name`, unless GLOO_SOCKET_IFNAME names another. Otherwise gloo
+    listens at the address of the host name, which is a loopback address on many machines."""
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
 def does_nccl_order_launches(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if NCCL_LAUNCH_ORDER_IMPLICIT=1 makes NCCL run the collectives of all its groups in the order in
     which the process starts them."""

@@ -238,6 +238,11 @@ def list_addresses(pod_ip: str = "") -> list[str]:
     return sorted(addresses, key=lambda address: address != default)[:_MOST_ADDRESSES]
 
 
+def find_device(address: str) -> str:
+    """Return the name of the network device of this machine that has the address; "" if there is none."""
+    return next((name for name, addresses in _read_addresses().items() if address in addresses), "")
+
+
 def _read_addresses() -> dict[str, list[str]]:
     """Return the addresses of each network device, IPv4 before IPv6."""
     addresses: dict[str, list[str]] = {}

@@ -37,10 +37,12 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def render(values: dict[str, Any] | None = None, name: str = "topkube") -> list[dict[str, Any]]:
+def render(
+    values: dict[str, Any] | None = None, name: str = "topkube", namespace: str = "topkube-system"
+) -> list[dict[str, Any]]:
     """Return all objects that the chart makes, hooks included."""
     with helm.Chart.load(CHART) as chart:
-        files = chart.render(values or {}, name=name, namespace="topkube-system")
+        files = chart.render(values or {}, name=name, namespace=namespace)
     documents = [yaml.safe_load_all(text) for path, text in files.items() if path.endswith(".yaml")]
     return [item for document in documents for item in document if item]
 

@@ -10,7 +10,7 @@ import helm_python as helm
 import kubernetes_validate
 import pytest
 import yaml
-from rendered import CHART, EVERYTHING, find_only, read_pod_spec, render, select_kind
+from rendered import CHART, EVERYTHING, MONITORS, find_only, read_pod_spec, render, select_kind
 
 from monitoring.values import list_values
 
@@ -152,15 +152,19 @@ def test_a_list_of_namespaces_grants_no_right_in_other_namespaces() -> None:
     assert selector["matchExpressions"][0]["values"] == ["team-a", "team-b"]
 
 
-def test_no_role_of_the_operator_has_a_wildcard_or_exec() -> None:
-    for values in ({}, {"namespaces": ["team-a"]}):
+def test_no_role_has_a_wildcard_or_exec_and_no_role_of_users_has_a_status() -> None:
+    users_roles = {"topkube-view", "topkube-edit", "topkube-admin"}
+    for values in ({}, {"namespaces": ["team-a"]}, EVERYTHING):
         objects = render(values)
-        for role in [*select_kind("ClusterRole", objects), *select_kind("Role", objects)]:
-            if role["metadata"]["name"] in ("topkube-view", "topkube-edit", "topkube-admin"):
-                continue
+        roles = [*select_kind("ClusterRole", objects), *select_kind("Role", objects)]
+        assert users_roles <= {role["metadata"]["name"] for role in roles}
+        for role in roles:
             for rule in role["rules"]:
-                assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
-                assert "pods/exec" not in rule["resources"]
+                resources = rule.get("resources", [])
+                assert "*" not in [*rule["verbs"], *resources, *rule.get("apiGroups", [])], role["metadata"]["name"]
+                assert "pods/exec" not in resources
+                if role["metadata"]["name"] in users_roles:
+                    assert {resource for resource in resources if "/" in resource} <= {"pods/log"}
 
 
 def test_selectors_match_the_pods_and_named_ports_exist() -> None:
@@ -209,6 +213,56 @@ def test_names_follow_the_release_and_stay_within_63_characters() -> None:
     assert max(map(len, names)) <= 63
     assert find_only("Deployment", render(name="second"))["metadata"]["name"] == "second-topkube-operator"
     assert find_only("Deployment", render({"fullnameOverride": "own"}))["metadata"]["name"] == "own-operator"
+
+
+def _list_texts(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all values below `node` that Kubernetes reads as text, with their paths: names, labels, arguments, …"""
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _list_texts(item, f"{path}[{index}]")
+    for key, value in node.items() if isinstance(node, dict) else ():
+        if key in ("labels", "annotations", "matchLabels", "nodeSelector"):
+            yield from ((f"{path}.{key}.{name}", text) for name, text in value.items())
+        elif key in ("args", "command", "dnsNames", "matchNames", "resourceNames", "values") and isinstance(
+            value, list
+        ):
+            yield from ((f"{path}.{key}", text) for text in value)
+        elif key in ("image", "name", "namespace", "path", "value", "interval") or key.endswith(("Name", "namespace")):
+            yield f"{path}.{key}", value
+        else:
+            yield from _list_texts(value, f"{path}.{key}")
+
+
+@pytest.mark.parametrize("name", ["2024", "no", "1e3", "0x1f", "2024-01-01", "null", "topkube"])
+def test_names_that_look_like_other_types_are_text(name: str) -> None:
+    """Unquoted, YAML reads `no` as false and 2024 as a number, and the API server refuses the object."""
+    account = {"name": name, "namespace": name}
+    protection = {"tls": True, "secretName": name, "authentication": "kubernetes", "readers": [account]}
+    values = {
+        **EVERYTHING,
+        "namespaces": [name],
+        "cache": {
+            "node": {
+                "enabled": True,
+                "namespace": name,
+                "namespaces": [name],
+                "priorityClassName": name,
+                "sizeLimit": "1Ti",
+            }
+        },
+        "fullnameOverride": name,
+        "image": {"repository": "1", "tag": "2"},
+        "metrics": {**MONITORS, "protection": protection, "dashboards": {"enabled": True, "namespace": name}},
+        "operator": {"priorityClassName": name},
+        "serviceAccount": {"name": name},
+        "webhook": {"name": name, "certManager": {"enabled": True, "issuerRef": {"name": name}}},
+    }
+    without_crds = {"crds": {"install": False}}
+    for objects in (render(values | without_crds, name, name), render(without_crds, name, name)):
+        texts = [(f"{item['kind']}{path}", text) for item in objects for path, text in _list_texts(item)]
+        assert len(texts) > 100
+        assert [(path, text) for path, text in texts if not isinstance(text, str)] == []
+        assert {item["metadata"].get("namespace", name) for item in objects} <= {name}
 
 
 def test_the_notes_name_the_next_step() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from simulated_operator import build_minimal_job, create_job, run_pod, set_status
-from target import PATIENCE
+from target import PATIENCE, wait_for
 
 from topkube.cli.app import run_app
 from topkube.cli.cluster.api import Api, build_path
@@ -346,3 +346,18 @@ def test_a_deletion_by_uid_spares_a_newer_job_of_the_same_name(api: Api) -> None
         api.request("DELETE", build_job_path(api, "twice"), body=body)
     assert refused.value.status == 409
     assert list_jobs(api) == ["twice"]
+
+
+def test_doctor_tries_the_policies_of_the_network_and_leaves_nothing(api: Api, topkube: Topkube) -> None:
+    ended = topkube("doctor", "--network-policy", "--output", "json")
+    check = json.loads(ended.stdout)["checks"][-1]
+    assert check["name"] == "network policy"
+    enforces = {"ok": "the cluster enforces NetworkPolicies", "warn": "the cluster does not enforce NetworkPolicies"}
+    assert check["message"].startswith(enforces[check["state"]]), check
+
+    def is_gone() -> bool:
+        policies = api.get(build_path(api.namespace, "networkpolicies", group="networking.k8s.io/v1"))
+        pods = api.get(build_path(api.namespace, "pods"))
+        return not any("topkube-doctor" in item["metadata"]["name"] for item in policies["items"] + pods["items"])
+
+    wait_for(is_gone, "the probe is gone")

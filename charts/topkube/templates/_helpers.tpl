@@ -23,14 +23,14 @@
 {{- define "topkube.selectorLabels" -}}
 app.kubernetes.io/name: topkube
 app.kubernetes.io/component: operator
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "topkube.labels" -}}
 {{ include "topkube.selectorLabels" . }}
 app.kubernetes.io/part-of: topkube
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 

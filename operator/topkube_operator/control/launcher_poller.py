@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -28,7 +28,7 @@ from topkube.launch import contract
 from topkube_operator.children import credentials, pods
 from topkube_operator.control.controller import Controller
 from topkube_operator.model import names, stored_job
-from topkube_operator.model.observed import LauncherReport, Observed, Pod, Policy
+from topkube_operator.model.observed import LauncherReport, Pod, Policy
 from topkube_operator.planning import attempts
 from topkube_operator.watch.owner import Owner
 from topkube_operator.watch.watch_cache import WatchCache
@@ -107,11 +107,11 @@ class LauncherPoller:
                 continue
             if not stored_job.is_managed(job):
                 continue
-            observed = self._cache.observe(Owner.of(job), self._policy, None, {}, {})
-            launcher = _find_running_launcher(observed, status.get("attempt"))
+            job_pods = self._cache.find_pods(Owner.of(job))
+            launcher = _find_running_launcher(job_pods, status.get("attempt"))
             if launcher is not None:
                 topology = stored_job.read_topology_key(job)
-                domains = find_domains(observed, launcher, topology, self._cache.find_node_label) if topology else ""
+                domains = find_domains(job_pods, launcher, topology, self._cache.find_node_label) if topology else ""
                 launchers.append(((metadata["namespace"], metadata["name"]), metadata["uid"], launcher, domains))
         current = {launcher.uid for _, _, launcher, _ in launchers}
         self._targets = {uid: target for uid, target in self._targets.items() if uid in current}
@@ -210,12 +210,12 @@ def _build_answer_error(what: str) -> LaunchError:
     )
 
 
-def find_domains(observed: Observed, launcher: Pod, key: str, read_label: Callable[[str, str], str]) -> str:
+def find_domains(job_pods: Iterable[Pod], launcher: Pod, key: str, read_label: Callable[[str, str], str]) -> str:
     """Return the domains of all workers of a launcher for `contract.DOMAINS_HEADER`: equal numbers for nodes with the
-    same value of the label `key`. `read_label` returns a label of a node. The text is empty until each worker has a
-    node."""
+    same value of the label `key`. `job_pods`: the pods of the launcher's job. `read_label` returns a label of a node.
+    The text is empty until each worker has a node."""
     nodes: dict[int, tuple[int, str]] = {}  # by worker: the newest attempt of its pods, and the node of that pod
-    for pod in observed.pods:
+    for pod in job_pods:
         if pod.role == names.WORKER and 0 <= pod.index < launcher.workers and not pod.has_ended:
             newest = max(nodes.get(pod.index, (0, "")), (pod.attempt, pod.node))
             nodes[pod.index] = newest
@@ -227,8 +227,8 @@ def find_domains(observed: Observed, launcher: Pod, key: str, read_label: Callab
     return text if len(text) <= contract.LONGEST_DOMAINS else ""
 
 
-def _find_running_launcher(observed: Observed, attempt: object) -> Pod | None:
-    for pod in observed.pods:
+def _find_running_launcher(job_pods: Iterable[Pod], attempt: object) -> Pod | None:
+    for pod in job_pods:
         if pod.attempt == attempt and attempts.is_launcher_pod(pod, pod.attempt):
             container = pod.launcher_container
             if pod.address and container.started is not None and container.exit_code is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from topkube.timestamps import parse_timestamp
@@ -30,6 +30,11 @@ HEALTH_CONDITIONS = (
     "StorageReady",
 )
 """Condition types that report a fault if their status is False. Monitoring agents of cloud providers set them."""
+REMEMBERED = timedelta(hours=1)
+"""How long a failure counts against a node."""
+_CLOCK_DIFFERENCE = timedelta(minutes=5)
+"""The clocks of an earlier leader and of this operator may differ by this much. A failure with a later time was not
+written by an operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,10 @@ class NodeFailure:
     reason: str
     at: datetime
     """The time of the last failure."""
+
+    def counts_at(self, now: datetime) -> bool:
+        """Return True if the failure counts against the node at the time `now`."""
+        return now - REMEMBERED < self.at <= now + _CLOCK_DIFFERENCE
 
 
 def find_fault(conditions: Iterable[Mapping[str, Any]], more_types: Iterable[str] = ()) -> str:

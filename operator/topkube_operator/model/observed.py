@@ -375,7 +375,8 @@ class Observed:
     nodes: int = 0
     """The number of nodes in contact that are not cordoned; 0 if the operator may not list nodes."""
     hostnames: Mapping[str, str] = field(default_factory=dict)
-    """The label `kubernetes.io/hostname` of nodes, by node. A node that is missing has its name as the label."""
+    """The label `kubernetes.io/hostname` of the nodes with pods, faults or failures, by node. A node is missing if the
+    operator has not seen it, or if it was removed long ago."""
     node_faults: Mapping[str, str] = field(default_factory=dict)
     """The conditions that report a fault, by node."""
     node_failures: tuple[NodeFailure, ...] = ()

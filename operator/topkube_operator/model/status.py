@@ -33,6 +33,7 @@ OURS = (
     "restartsInARow",
     "recentDisruptions",
     "firstFailure",
+    "lostWorkers",
     "nodeFailures",
     "avoidedNodes",
     "startTime",
@@ -75,6 +76,8 @@ class StatusDraft:
     this number."""
     recent_disruptions: list[str] = field(default_factory=list)
     """Times of the disruptions that count against maxDisruptions."""
+    lost_workers: list[int] = field(default_factory=list)
+    """Indices of workers that the attempt replaces although they look alive; MOST_LOST_WORKERS entries: all workers."""
     node_failures: list[dict[str, Any]] = field(default_factory=list)
     """Failures of this job that began on a node."""
     avoided_nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -114,6 +117,8 @@ class StatusDraft:
             setattr(draft, attribute, dict(value) if isinstance(value, dict) else None)
         times = stored.get("recentDisruptions")
         draft.recent_disruptions = [text for text in times if isinstance(text, str)] if isinstance(times, list) else []
+        lost = stored.get("lostWorkers")
+        draft.lost_workers = [index for index in lost if isinstance(index, int)] if isinstance(lost, list) else []
         draft.node_failures = _read_named_entries(stored.get("nodeFailures"))
         draft.avoided_nodes = _read_named_entries(stored.get("avoidedNodes"))
         conditions = stored.get("conditions")
@@ -197,6 +202,7 @@ class StatusDraft:
             self.restarts_in_a_row if self.restarts_in_a_row != self.restarts + self.disruptions else None,
             self.recent_disruptions or None,
             self.first_failure,
+            self.lost_workers or None,
             self.node_failures or None,
             self.avoided_nodes or None,
             format_timestamp(self.start) if self.start else None,

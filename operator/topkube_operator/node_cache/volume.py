@@ -2,7 +2,8 @@
 
 Pods write into their namespace's folder and may put anything there: links to other places, pipes that never answer,
 endless files. Therefore a child process reads such a folder. The child sees nothing else (chroot), and has little
-memory and a deadline. Its answer is checked.
+memory and a deadline. Records that exceed the memory, and small files that are large, are not read. The child's answer
+is checked.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _URI = re.compile(r"[a-z][a-z0-9+.-]*://\S{1,2000}")
 _READ_SECONDS, _APPLY_SECONDS = 20.0, 300.0
 """The longest time that a child process may take to read a folder, and to remove and pin datasets."""
 _LARGEST_ANSWER = 16 << 20
-_MEMORY_BYTES = 1 << 30
+_MEMORY_BYTES = 192 << 20
+"""The memory that a child may use in addition to its copy of the agent's memory. All processes of the agent fit into
+the container's limit, 512 MiB. The records of a million shards with their indexes need less than 128 MiB."""
 _MOST_BYTES = 1 << 62
 _ACL = "system.posix_acl_default"
 # Version 2 of the format; the tags of owner, group and others; an ID that names nobody (acl(5)).
@@ -133,7 +136,7 @@ def _describe_datasets(tier: DiskTier) -> list[dict[str, Any]]:
             "id": folder.name,
             "uri": folder.uri,
             "cachedBytes": folder.log.sum_shard_bytes(),
-            "shards": int(folder.list_records().size),
+            "shards": folder.log.count_shards(),
             "totalBytes": folder.read_summary().get("bytes"),
             "lastUsed": folder.last_used,
             "inUse": folder.is_in_use,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube.job.fields.failure_policy import BLOCKED, PENDING_TIMEOUT
+from topkube.job.fields.failure_policy import PENDING_TIMEOUT
+from topkube.job.status import MOST_LOST_WORKERS
 from topkube_operator.children import avoidance, objects, placement, pod_sets, pods, workloads
 from topkube_operator.model import names
 from topkube_operator.model.observed import Child, Observed, Pod, satisfies, select_compared_content
 from topkube_operator.model.status import StatusDraft
-from topkube_operator.planning.causes import failures
 from topkube_operator.planning.causes.failures import AttemptPods
 from topkube_operator.planning.causes.pod_failures import is_reusable
 
@@ -27,11 +27,12 @@ class Creation:
     outdated: tuple[Pod, ...]
 
 
-def find_current_pods(job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed) -> AttemptPods:
-    """Return the pods of the attempt whose number is in the status. If a worker has several pods, the newest counts."""
+def find_current_pods(job: str, uid: str, workers: int, draft: StatusDraft, observed: Observed) -> AttemptPods:
+    """Return the pods of the attempt whose number is in the status. If a worker has several pods, the newest counts.
+    `job` is the name of the job. Without a launcher, the attempt has `workers` workers."""
     number = draft.attempt
     launcher = next((pod for pod in observed.pods if is_launcher_pod(pod, number)), None)
-    count = launcher.workers if launcher is not None and launcher.workers else job.spec.workers
+    count = launcher.workers if launcher is not None and launcher.workers else workers
     newest: dict[int, Pod] = {}
 
     def compute_preference(pod: Pod) -> tuple[bool, int]:
@@ -49,7 +50,7 @@ def find_current_pods(job: TrainingJob, uid: str, draft: StatusDraft, observed: 
         launcher,
         tuple(newest.get(index) for index in range(count)),
         tuple(
-            newest[index].name if index in newest else names.name_worker_pod(job.name, uid, index, number)
+            newest[index].name if index in newest else names.name_worker_pod(job, uid, index, number)
             for index in range(count)
         ),
     )
@@ -153,8 +154,13 @@ def _find_kept_workers(
     job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed, address: str
 ) -> dict[int, Pod]:
     """Return the existing workers that stay part of the attempt, by index."""
-    shape, lost, left_nodes = pods.hash_worker(job), _read_lost_pods(draft), _find_nodes_to_leave(draft, observed)
-    gives_back = (draft.first_failure or {}).get("reason") == PENDING_TIMEOUT
+    shape, lost, left_nodes = (
+        pods.hash_worker(job),
+        frozenset(draft.lost_workers),
+        _find_nodes_to_leave(draft, observed),
+    )
+    replaces_all = (draft.first_failure or {}).get("reason") == PENDING_TIMEOUT
+    replaces_all = replaces_all or len(lost) >= MOST_LOST_WORKERS
     kept: dict[int, Pod] = {}
     for pod in observed.pods:
         if pod.role != names.WORKER or not 0 <= pod.index < job.spec.workers or pod.attempt > draft.attempt:
@@ -164,9 +170,9 @@ def _find_kept_workers(
         if pod.attempt == draft.attempt:
             kept[pod.index] = pod
         elif pod.index not in kept or kept[pod.index].attempt < pod.attempt:
-            fits = pod.shape == shape and pod.launcher_address == address and pod.name not in lost
+            fits = pod.shape == shape and pod.launcher_address == address and pod.index not in lost
             fits = fits and pod.name == names.name_worker_pod(job.name, uid, pod.index, pod.attempt)
-            fits = fits and not gives_back and pod.node not in left_nodes and (bool(pod.node) or not pod.avoids_nodes)
+            fits = fits and not replaces_all and pod.node not in left_nodes and (bool(pod.node) or not pod.avoids_nodes)
             if fits and is_reusable(pod, observed):
                 kept[pod.index] = pod
     return kept
@@ -182,11 +188,3 @@ def _find_nodes_to_leave(draft: StatusDraft, observed: Observed) -> frozenset[st
     failed. Failures of other jobs are no reason to move a worker that runs."""
     own_nodes = {str(entry["name"]) for entry in draft.node_failures}
     return _read_avoided_nodes(draft) & (own_nodes | observed.node_faults.keys())
-
-
-def _read_lost_pods(draft: StatusDraft) -> tuple[str, ...]:
-    """Return the pods that the last failure declared useless although they look alive."""
-    failure = draft.first_failure or {}
-    if failure.get("reason") in (*failures.LOST_REASONS, *BLOCKED):
-        return (str(failure.get("pod")),)
-    return ()

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 from topkube_operator.model.observed import Observed, Pod
-from topkube_operator.model.plan import GroupEnd
+from topkube_operator.model.plan import GroupEnd, Release, find_releases
 from topkube_operator.model.status import StatusDraft
+from topkube_operator.planning import accepted_spec, attempts
 from topkube_operator.planning.causes.failures import AttemptPods
 
 _NATURAL_END = timedelta(seconds=10)
@@ -28,15 +29,24 @@ def compute_natural_end(pod: Pod, attempt: AttemptPods, draft: StatusDraft) -> d
     return ended + _NATURAL_END if launcher_has_ended and pod.container.started is not None else ended
 
 
-def compute_release_time(
-    pod: Pod, draft: StatusDraft, observed: Observed, is_current_launcher: bool
-) -> datetime | None:
+def find_due_releases(
+    pods: Iterable[Pod], draft: StatusDraft, observed: Observed
+) -> tuple[tuple[Release, ...], list[datetime]]:
+    """Return the releases of the launcher pods whose result the status already contains, and the times at which other
+    launcher pods are due."""
+    times = [(pod, _compute_release_time(pod, draft, observed)) for pod in pods if pod.has_finalizer]
+    due_pods = [pod for pod, time in times if time is not None and time <= draft.now]
+    return find_releases(due_pods), [time for _, time in times if time is not None and time > draft.now]
+
+
+def _compute_release_time(pod: Pod, draft: StatusDraft, observed: Observed) -> datetime | None:
     """Return the time from which a launcher's pod needs no finalizer: the stored status contains the end of its
-    attempt, or the pod cannot report anything more. None if its attempt continues. `is_current_launcher`: the pod
-    contains the launcher of the attempt in the status."""
-    if draft.phase in ("Succeeded", "Failed") or not is_current_launcher:
+    attempt, or the pod cannot report anything more. None if its attempt continues. While the spec is invalid, the end
+    of a pod that nobody deletes is assessed later, with a valid spec."""
+    if accepted_spec.has_ended(draft) or not attempts.is_launcher_pod(pod, draft.attempt):
         return draft.now
-    if draft.phase != "Suspended":
+    is_kept = draft.phase != "Failed" or pod.deletion is None
+    if draft.phase != "Suspended" and is_kept:
         return None
     is_silent = pod.node in observed.lost_nodes or pod.launcher_container.started is None
     if is_silent or pod.launcher_container.exit_code is not None or not pod.is_active:

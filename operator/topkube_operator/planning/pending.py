@@ -30,7 +30,7 @@ def assess_waiting(policy: FailurePolicy, attempt: AttemptPods, draft: StatusDra
         else pacing.compute_earliest_start(draft, observed.policy)
     )
     verdicts = [
-        _assess_avoidance(pods, draft, since or draft.now),
+        _assess_avoidance(pods, draft, observed, since or draft.now),
         _assess_partial_gang(policy, attempt, pods, draft, since or draft.now),
     ]
     failed = next((verdict for verdict in verdicts if verdict.state == "failed"), None)
@@ -38,22 +38,37 @@ def assess_waiting(policy: FailurePolicy, attempt: AttemptPods, draft: StatusDra
     return failed or Verdict("running", until=until)
 
 
-def _assess_avoidance(pods: list[Pod], draft: StatusDraft, since: datetime) -> Verdict:
-    """Return a failure if pods that avoid nodes found no other node: avoiding nodes must not stop a job."""
-    waiting = [pod for pod in pods if pod.avoids_nodes and not pod.node and pod.scheduling_reason == "Unschedulable"]
-    waiting = [pod for pod in waiting if pod.scheduling_message]
-    if not waiting or not draft.holds("Created"):
+def _assess_avoidance(pods: list[Pod], draft: StatusDraft, observed: Observed, since: datetime) -> Verdict:
+    """Return a failure if pods that avoid nodes found no other node, or if the API server refuses these pods: avoiding
+    nodes must not stop a job."""
+    waiting = _find_unplaced_pods(pods) if draft.holds("Created") else _find_refused_pods(draft, observed)
+    if not waiting:
         return Verdict("running")
     due = since + _AVOIDANCE
     if draft.now < due:
         return Verdict("running", until=due)
     nodes = ", ".join(str(entry["name"]) for entry in draft.avoided_nodes)
-    message = (
-        f"found no node in {_AVOIDANCE.seconds} s ({waiting[0].scheduling_message}), "
-        f"so the next attempt may use the avoided nodes" + (f" ({nodes})" if nodes else "")
-    )
-    lost = frozenset(pod.name for pod in waiting)
-    return Verdict("failed", Failure(AVOIDED_NODE_NEEDED, message, waiting[0].name, disruption=True, lost=lost))
+    first, problem = next(iter(waiting.items()))
+    message = f"{problem}, so the next attempt may use the avoided nodes" + (f" ({nodes})" if nodes else "")
+    return Verdict("failed", Failure(AVOIDED_NODE_NEEDED, message, first, disruption=True, lost=frozenset(waiting)))
+
+
+def _find_unplaced_pods(pods: list[Pod]) -> dict[str, str]:
+    """Return the pods that avoid nodes and for which the scheduler finds no node, with its message."""
+    return {
+        pod.name: f"found no node in {_AVOIDANCE.seconds} s ({pod.scheduling_message})"
+        for pod in pods
+        if pod.avoids_nodes and not pod.node and pod.scheduling_reason == "Unschedulable" and pod.scheduling_message
+    }
+
+
+def _find_refused_pods(draft: StatusDraft, observed: Observed) -> dict[str, str]:
+    """Return the pods that avoid nodes and that the API server refuses, with its message."""
+    return {
+        name: f"was refused for {_AVOIDANCE.seconds} s ({trouble.message})"
+        for (kind, name), trouble in observed.troubles.items()
+        if kind == "Pod" and trouble.reason == "Refused" and draft.avoided_nodes
+    }
 
 
 def _assess_partial_gang(

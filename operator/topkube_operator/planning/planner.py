@@ -19,7 +19,7 @@ from topkube_operator.model import stored_job
 from topkube_operator.model.observed import Observed
 from topkube_operator.model.plan import Deletion, Plan, find_releases
 from topkube_operator.model.status import Event, StatusDraft
-from topkube_operator.planning import accepted_spec, admission
+from topkube_operator.planning import accepted_spec, admission, attempts, cleanup
 from topkube_operator.planning.phases import ended, running, stopped
 from topkube_operator.planning.phases.plan_steps import FINISHED, PlanSteps
 
@@ -47,19 +47,28 @@ def plan(job: Mapping[str, Any], observed: Observed, now: datetime) -> Plan:
 
 
 def _plan_invalid_job(job: Mapping[str, Any], draft: StatusDraft, observed: Observed, message: str) -> Plan:
-    """Return the plan for an unusable spec: the status explains it, nothing is made, and nothing is removed before
-    ttlSecondsAfterFinished has passed."""
-    if not accepted_spec.has_ended(draft):
+    """Return the plan for an unusable spec: the status explains it, or contains the success of the ranks. Nothing is
+    made, and nothing is removed before ttlSecondsAfterFinished has passed."""
+    name, uid, seconds_left = job["metadata"]["name"], job["metadata"]["uid"], None
+    attempt = attempts.find_current_pods(name, uid, 0, draft, observed)
+    if not accepted_spec.has_ended(draft) and not ended.complete_if_succeeded(draft, attempt):
         draft.phase = "Failed"
         draft.set_condition("Failed", True, accepted_spec.INVALID, message, "Warning")
-        if any(pod.is_active for pod in observed.pods):  # an edit made the spec invalid while the job trains
-            patch = draft.build_patch()
-            return Plan(status=patch, events=tuple(draft.events), phase=draft.phase)
-    draft.completion = draft.completion or draft.now
-    seconds_left = accepted_spec.compute_seconds_to_live(job, draft.completion, draft.now)
-    if seconds_left is not None and seconds_left <= 0:
-        return Plan(delete=(Deletion("TrainingJob", job["metadata"]["name"], job["metadata"]["uid"]),))
-    return Plan(status=draft.build_patch(), events=tuple(draft.events), phase=draft.phase, requeue=seconds_left)
+    # An edit can make the spec invalid while the job trains.
+    if accepted_spec.has_ended(draft) or not any(pod.is_active for pod in observed.pods):
+        draft.completion = draft.completion or draft.now
+        seconds_left = accepted_spec.compute_seconds_to_live(job, draft.completion, draft.now)
+        if seconds_left is not None and seconds_left <= 0:
+            return Plan(delete=(Deletion("TrainingJob", name, uid),))
+    releases, due = cleanup.find_due_releases(observed.pods, draft, observed)
+    waits = [(time - draft.now).total_seconds() for time in due]
+    return Plan(
+        status=draft.build_patch(),
+        release=releases,
+        events=tuple(draft.events),
+        phase=draft.phase,
+        requeue=min([*waits, *([] if seconds_left is None else [seconds_left])], default=None),
+    )
 
 
 def _plan_accepted_job(steps: PlanSteps, accepted: accepted_spec.AcceptedJob) -> Plan:
@@ -68,7 +77,7 @@ def _plan_accepted_job(steps: PlanSteps, accepted: accepted_spec.AcceptedJob) ->
     _report_spec(draft, accepted.refusal)
     if draft.phase in FINISHED:
         ended.clean_up_job(steps)
-    elif ended.complete_if_succeeded(steps):
+    elif ended.complete_if_succeeded(draft, steps.find_current_pods()):
         pass  # a job that has succeeded stays so, whatever the spec asks for since
     elif steps.policy.suspend or accepted.replaced:
         stopped.suspend_job(steps)

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube_operator.model.nodes import NodeFailure, read_node_failures
-from topkube_operator.planning.causes.bad_nodes import REMEMBERED
 from topkube_operator.watch.work_queue import Key
 
 
@@ -17,7 +16,7 @@ class KnownJobs:
     def __init__(self) -> None:
         self._jobs: dict[Key, dict[str, Any]] = {}
         self._node_failures: dict[str, tuple[NodeFailure, ...]] = {}
-        """Failures that began on a node, by the UID of the job that had them."""
+        """Failures that began on a node and may still count, by the UID of the job that had them."""
 
     def find(self, key: Key) -> dict[str, Any] | None:
         return self._jobs.get(key)
@@ -41,8 +40,10 @@ class KnownJobs:
         self._jobs[key] = {**job, "metadata": kept_metadata}
         if known_uid is not None:
             self._node_failures.pop(known_uid, None)
-        if failures := read_node_failures(uid, job.get("status")):
-            self._node_failures[uid] = failures
+        now = datetime.now(UTC)
+        failures = [failure for failure in read_node_failures(uid, job.get("status")) if failure.counts_at(now)]
+        if failures:
+            self._node_failures[uid] = tuple(failures)
         return True
 
     def remove(self, key: Key, uid: str) -> None:
@@ -58,19 +59,19 @@ class KnownJobs:
             self._jobs[key] = {**job, "metadata": {**job["metadata"], "resourceVersion": "0"}}
 
     def find_failures(self, uid: str) -> tuple[NodeFailure, ...]:
-        """Return the failures of the job with UID `uid` that began on a node."""
+        """Return the failures of the job with UID `uid` that began on a node, and may still count."""
         return self._node_failures.get(uid, ())
 
     def find_failures_of_others(self, uid: str) -> tuple[NodeFailure, ...]:
-        """Return the recent failures of all jobs except the job with UID `uid`."""
-        oldest = datetime.now(UTC) - REMEMBERED
-        return tuple(
-            failure
-            for job, failures in self._node_failures.items()
-            if job != uid
-            for failure in failures
-            if failure.at > oldest
-        )
+        """Return the failures of all jobs, except the job with UID `uid`, that count against a node."""
+        now, counting = datetime.now(UTC), list[NodeFailure]()
+        for job, failures in list(self._node_failures.items()):
+            recent = [failure for failure in failures if failure.counts_at(now)]
+            if not recent:  # never scanned again: most jobs ended long ago
+                del self._node_failures[job]
+            elif job != uid:
+                counting += recent
+        return tuple(counting)
 
 
 def read_version(metadata: Mapping[str, Any]) -> int:

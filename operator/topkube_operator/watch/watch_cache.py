@@ -118,6 +118,11 @@ class WatchCache:
             is_own = known is not None and known.owner == owner
             return known.value if known is not None and is_own and isinstance(known.value, Child) else None
 
+    def find_pods(self, owner: Owner) -> tuple[Pod, ...]:
+        """Return the pods of the job `owner`."""
+        with self._lock:
+            return tuple(value for value in self._children.list_children(owner) if isinstance(value, Pod))
+
     def find_stuck_pods(self, key: Key) -> list[Pod]:
         """Return the pods that are being deleted and in which nothing runs, of all jobs that have had this key."""
         with self._lock:

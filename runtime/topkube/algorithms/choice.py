@@ -56,9 +56,14 @@ class Choice:
     inside: float
     seconds: float
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
+        """The name of the algorithm, followed by the format of dense values if it is not the default."""
         wire = "" if self.dense_wire == DENSE_WIRE.default else f" {self.dense_wire}"
-        return f"{self.algorithm.name}{wire} {self.seconds * 1e3:.3g} ms"
+        return f"{self.algorithm.name}{wire}"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.seconds * 1e3:.3g} ms"
 
 
 def sort_choices_by_time(

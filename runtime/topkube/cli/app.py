@@ -15,10 +15,17 @@ from topkube import __version__
 from topkube.cli import options
 from topkube.cli.cache import cache
 from topkube.cli.cluster import commands
+from topkube.cli.cluster.api import ClusterLocation
+from topkube.cli.cluster.commands import Context, Kubeconfig, Namespace
 from topkube.cli.options import ManifestOutput, OutputFormat, OutputOption
 from topkube.errors import TopKubeError
 
-BENCHES = {"select": "topkube.bench.select", "allreduce": "topkube.bench.allreduce", "cache": "topkube.bench.cache"}
+BENCHES = {
+    "select": "topkube.bench.select",
+    "allreduce": "topkube.bench.allreduce",
+    "train": "topkube.bench.train",
+    "cache": "topkube.bench.cache",
+}
 
 
 class _BenchGroup(TyperGroup):
@@ -44,14 +51,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(cls=_BenchGroup, help="Measure selection and all-reduce on this machine.", no_args_is_help=True)
+bench = typer.Typer(
+    cls=_BenchGroup, help="Measure selection, all-reduce, training steps and the data cache.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")
 
 
 @bench.callback()
 def _bench() -> None:
-    """Measure selection and all-reduce on this machine."""
+    """Measure selection, all-reduce, training steps and the data cache."""
 
 
 def _print_version(is_requested: bool) -> None:
@@ -98,10 +107,22 @@ def run(
         typer.Option(metavar="FILE", help="Record some steps of all ranks, for Perfetto and for `topkube plan`."),
     ] = None,
     deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="End the run after this time (default: the job's).")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.001,
+            max=1e9,
+            help="End the run after this time (default: the job's).",
+        ),
     ] = None,
     collective_deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Longest wait inside one collective (default: 300).")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.001,
+            max=1e9,
+            help="Longest wait inside one collective (default: 300).",
+        ),
     ] = None,
     metrics_port: Annotated[
         int | None,
@@ -152,11 +173,25 @@ def run(
 
 
 @app.command()
-def doctor(output: OutputOption = OutputFormat.text) -> None:
+def doctor(
+    network_policy: Annotated[
+        bool,
+        typer.Option("--network-policy", help="Also probe, with three small pods, if the cluster enforces policies."),
+    ] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    image: Annotated[
+        str | None, typer.Option(help="Image of the probe's pods, with Python (default: TopKube's runtime).")
+    ] = None,
+    output: OutputOption = OutputFormat.text,
+) -> None:
     """Check what training on this machine needs: MPI, the CPU kernels, torch, memory, CUDA, the cluster."""
     from topkube.cli.doctor.command import run_doctor
 
-    raise typer.Exit(run_doctor(json_output=output is OutputFormat.json))
+    location = ClusterLocation(kubeconfig, context, namespace)
+    probed = (location, image) if network_policy else None
+    raise typer.Exit(run_doctor(json_output=output is OutputFormat.json, probed=probed))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -243,27 +278,46 @@ def plan(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, metavar="SAMPLES", help="Samples per rank and step to which --compute applies.")
+        int | None,
+        typer.Option(
+            min=1, max=1 << 31, metavar="SAMPLES", help="Samples per rank and step to which --compute applies."
+        ),
     ] = None,
     device_memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Memory of a rank, such as 16GB: bounds the batch of a --model.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Number of nodes (default: the job's, or 2).")] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Ranks per node (default: the job's, or 1).")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Number of nodes (default: the job's, or 2).")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Ranks per node (default: the job's, or 1).")
+    ] = None,
     cores: Annotated[
         int | None,
-        typer.Option(min=1, help="Processor cores of a node (default: the trace's; else no thread waits for a core)."),
+        typer.Option(
+            min=1,
+            max=1 << 20,
+            help="Processor cores of a node (default: the trace's; else no thread waits for a core).",
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Where ranks compute: cpu or gpu (default: the trace's, else gpu).")
     ] = None,
     data: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Time in which the input pipeline prepares a batch.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=1e6,
+            metavar="SECONDS",
+            help="Time in which the input pipeline prepares a batch.",
+        ),
     ] = 0.0,
     spread: Annotated[
         float | None,
         typer.Option(
-            min=0.0, max=1.0, help="Relative standard deviation of ranks' compute times (default: the trace's)."
+            min=0.0,
+            max=1.0,
+            help="Relative standard deviation of ranks' compute times (default: the trace's).",
         ),
     ] = None,
     density: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ def warm(
     from topkube.data.opening import open_cache, resolve_address
 
     first, _, count = share.partition("/")
-    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
+    if not re.fullmatch("[0-9]{1,9}/[0-9]{1,9}", share) or int(first) >= int(count):
         raise DatasetError(f"--share {share} is not I/N with I below N", next_step="write for example --share 0/4")
     settings = Settings.from_environment()
     opened = open_cache(

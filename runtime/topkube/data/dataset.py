@@ -28,6 +28,7 @@ from topkube.data.remote.listing import Longs
 from topkube.data.remote.retry import Patience
 from topkube.data.sample_counts import count_samples
 from topkube.data.sampler import DistributedSampler
+from topkube.errors import DatasetError
 from topkube.settings import Settings
 
 if TYPE_CHECKING:
@@ -268,12 +269,22 @@ class CachedDataset:
                 self._samples.memory.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _DESCRIPTION}
+        return {"identity": self.identity, **{name: getattr(self, name) for name in _DESCRIPTION}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Open the dataset in a spawned worker, without a filler and without collectives."""
-        self.__dict__.update(state)
+        """Open the dataset in a spawned worker, without a filler and without collectives. Raises DatasetError if it now
+        has other samples, or another order."""
+        identity = state["identity"]
+        self.__dict__.update({name: state[name] for name in _DESCRIPTION})
         self._open(RankPlace(), prefetch=False)
+        if self.identity != identity:
+            self.close()
+            raise DatasetError(
+                f"the dataset {self.uri} has changed since this process's parent opened it",
+                cause="objects were added, removed or replaced while it is in use, so every index would name another"
+                " sample",
+                next_step="write a manifest (topkube cache manifest), or start again when the dataset is complete",
+            )
 
 
 def _close(cache: ShardCache, filler: DiskFiller | None, process: int) -> None:

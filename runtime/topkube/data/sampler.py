@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,26 @@ import numpy as np
 from topkube.data.base.rank_place import find_place
 from topkube.data.remote.listing import Longs
 from topkube.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Samples of an order that are finished: the first `before`, and of the others `counts[r]` of rank r, which got
+    every entry number r + i * ranks."""
+
+    before: int
+    counts: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(self.counts)
+
+    def remove_from(self, order: Longs) -> Longs:
+        """Return what is left of `order`, with the first `before` entries still in it: others count them too."""
+        is_left = np.ones(order.size, np.bool_)
+        for rank, count in enumerate(self.counts):
+            is_left[self.before + rank :: len(self.counts)][:count] = False
+        return order[is_left]
 
 
 class DistributedSampler:
@@ -42,7 +64,10 @@ class DistributedSampler:
         self.dataset, self.shuffle, self.seed, self.drop_last = dataset, shuffle, seed, drop_last
         self.window = window
         # Forked workers of a data loader share this memory, so persistent workers see the next epoch.
-        self._state = np.frombuffer(mmap.mmap(-1, 16), np.int64)
+        self._state = np.frombuffer(mmap.mmap(-1, 24), np.int64)
+        self._taken: list[_Taken] = []
+        """What earlier iterators took unevenly. Each entry refers to the samples that the entries before it left."""
+        self._own = 0
 
     @property
     def epoch(self) -> int:
@@ -61,7 +86,11 @@ class DistributedSampler:
     @position.setter
     def position(self, samples: int) -> None:
         self._check_position(samples)
-        self._state[1] = samples
+        self._begin(self.epoch, samples)
+
+    def _begin(self, epoch: int, position: int, taken: Sequence[_Taken] = ()) -> None:
+        self._taken, self._own = list(taken), 0
+        self._state[:] = epoch, position, len(self._taken)
 
     def _check_position(self, samples: int) -> None:
         count = self._count_samples()
@@ -75,12 +104,48 @@ class DistributedSampler:
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, which has its own permutation. If `epoch` is the current epoch, the position stays."""
         if epoch != self.epoch:
-            self._state[:] = epoch, 0
+            self._begin(epoch, 0)
 
-    def advance(self, samples: int) -> None:
-        """Count `samples` of all ranks as finished. `run.progress` calls this method after every step. The next
-        iterator starts at the new position; iterators that exist do not change."""
-        self.position = min(self.position + samples, self._count_samples()) if samples >= 0 else samples
+    def advance(self, samples: int, own: int | None = None) -> None:
+        """Count `samples` of all ranks as finished, of which `own` were this rank's. `run.progress` calls this method
+        after every step. The next iterator starts at the new position; iterators that exist do not change.
+
+        Without `own`, ranks have finished equally many samples, but for the last ones of the epoch."""
+        position = min(self.position + samples, self._count_samples()) if samples >= 0 else samples
+        self._check_position(position)
+        self._state[1] = position
+        self._own += own or 0
+
+    @property
+    def own_samples(self) -> int:
+        """The samples of the current iterator that this rank has finished, according to `advance`."""
+        return self._own
+
+    def begin_iterator(self, own_samples: Sequence[int]) -> None:
+        """Prepare for a new iterator in the middle of an epoch. `own_samples` has the `own_samples` of every rank, in
+        rank order: with batches of different sizes, the rest is not the end of the order."""
+        if self._is_uneven(own_samples):
+            self._taken.append(self._take(own_samples))
+        self._own, self._state[2] = 0, len(self._taken)
+
+    def _take(self, own_samples: Sequence[int]) -> _Taken:
+        before = self.position - sum(own_samples) - sum(taken.samples for taken in self._taken)
+        return _Taken(max(before, 0), tuple(own_samples))
+
+    @staticmethod
+    def _is_uneven(own_samples: Sequence[int]) -> bool:
+        """Return False if an iterator's samples that ranks have finished are its first ones."""
+        total, ranks = sum(own_samples), len(own_samples)
+        return any(count != max(0, -(-(total - rank) // ranks)) for rank, count in enumerate(own_samples))
+
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """In this context, no sample of the epoch is finished, and lengths are those of a whole epoch."""
+        position, self._state[1] = self.position, 0
+        try:
+            yield
+        finally:
+            self._state[1] = position
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices().tolist())
@@ -89,8 +154,7 @@ class DistributedSampler:
         """Return the samples that are left for this rank in this epoch, in order, and announce the order of all ranks'
         samples to the dataset."""
         place = find_place()
-        remaining = self._order_samples()[self.position :]
-        remaining = remaining[: self._count_remaining(place.size)]
+        remaining = self._list_remaining()[: self._count_remaining(place.size)]
         if hasattr(self.dataset, "expect"):
             self.dataset.expect(remaining)
         return remaining[place.rank :: place.size]
@@ -115,6 +179,21 @@ class DistributedSampler:
         remaining = max(0, self._count_samples() - self.position)
         return remaining - remaining % size if self.drop_last else remaining
 
+    def _list_remaining(self) -> Longs:
+        """Return the samples of the epoch that are not finished, in order."""
+        if self._state[2] != len(self._taken):
+            raise ArgumentError(
+                "this process does not know which samples are finished",
+                cause="ranks had batches of different sizes, and the loop over the epoch began again in its middle, in"
+                " workers of a data loader that were started before",
+                next_step="pass persistent_workers=False to the data loader",
+            )
+        remaining, position = self._order_samples(), self.position
+        for taken in self._taken:
+            remaining = taken.remove_from(remaining)
+            position -= taken.samples
+        return remaining[position:]
+
     def _order_samples(self) -> Longs:
         """Return all samples of the epoch, in order."""
         count = len(self.dataset)
@@ -135,10 +214,13 @@ class DistributedSampler:
             "shuffle": self.shuffle,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, own_samples: Sequence[int] = ()) -> dict[str, Any]:
         """Return epoch, position, seed, and what identifies the permutation: dataset, number of samples, window and
-        shuffle. The state is the same on every rank and can be loaded with any number of ranks."""
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, **self._describe_order()}
+        shuffle. `own_samples` has the `own_samples` of every rank, which count if batches of ranks differ in size. The
+        state is the same on every rank and can be loaded with any number of ranks."""
+        state = {"epoch": self.epoch, "position": self.position, "seed": self.seed, **self._describe_order()}
+        taken = [*self._taken, self._take(own_samples)] if self._is_uneven(own_samples) else self._taken
+        return {**state, "taken": [[entry.before, *entry.counts] for entry in taken]} if taken else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position in `state`. Raises ArgumentError, and changes nothing, if `state` was taken in the
@@ -162,8 +244,15 @@ class DistributedSampler:
                 next_step="open the dataset as before, or begin with the next epoch (`set_epoch`)",
             )
         self._check_position(position)
+        taken = [_Taken(before, tuple(counts)) for before, *counts in state.get("taken", ())]
+        if sum(entry.samples for entry in taken) > position:
+            raise ArgumentError(
+                "the sampler's state has more finished samples than its position",
+                cause="a damaged checkpoint",
+                next_step="resume from another checkpoint",
+            )
         self.seed = state["seed"]
-        self._state[:] = state["epoch"], position
+        self._begin(state["epoch"], position, taken)
 
 
 def permute_by_shard(starts: Longs, window: int, random: np.random.Generator) -> Longs:

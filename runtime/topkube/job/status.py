@@ -28,6 +28,8 @@ LARGEST_COUNT = 2**53 - 1
 """The largest integer that every JSON reader keeps exactly."""
 MOST_NODES = 16
 """The largest number of entries in nodeFailures and avoidedNodes."""
+MOST_LOST_WORKERS = 256
+"""The largest number of entries in lostWorkers."""
 MOST_WORKERS, MOST_RANKS = 10_000, 10_000 * 256
 _WORD = r"^[A-Za-z][-A-Za-z0-9_.:/]*$"
 """Kubelets report reasons such as OutOfnvidia.com/gpu."""
@@ -239,6 +241,12 @@ class Status(Part):
     )
     first_failure: FirstFailure | None = Field(
         default=None, description="the rank that failed first in the last failed attempt"
+    )
+    lost_workers: list[Annotated[int, Field(ge=0, le=MOST_WORKERS - 1)]] = Field(
+        default=[],
+        max_length=MOST_LOST_WORKERS,
+        description="indices of workers that looked alive when the last attempt failed, and are replaced all the same; "
+        f"{MOST_LOST_WORKERS} entries stand for all workers",
     )
     node_failures: list[NodeFailures] = Field(
         default=[], max_length=MOST_NODES, description="nodes on which attempts failed first; the key is `name`"

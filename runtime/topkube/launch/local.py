@@ -27,11 +27,11 @@ from topkube.launch.host.processes import (
 from topkube.launch.mpi.mpi_library import Mpi
 from topkube.launch.output.rank_report import RankReport, diagnose_report, read_reports, select_first_failure
 from topkube.launch.rank import write_command
+from topkube.launch.run_directory import MPIEXEC_LOG
 from topkube.settings import Settings
 
 GRACE_SECONDS = 10.0
 """The time that a run has to end after it was asked to, for a checkpoint. Then it is killed."""
-MPIEXEC_LOG = "mpiexec.log"
 _LOCAL_SETTINGS = (
     "simd",
     "threads",
@@ -223,50 +223,6 @@ class LocalRun:
 
 def _indent_lines(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
-
-
-def create_fresh_directory(chosen: Path | None, job: TrainingJob, now: time.struct_time) -> Path:
-    """Return the run's directory: `chosen`, or runs/NAME-TIME. Create it if needed. Reports of an earlier run in it are
-    removed; its checkpoints stay.
-
-    Raises LaunchError if the directory cannot be written, or if it is not empty and not the directory of an earlier
-    run.
-    """
-    directory = chosen or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
-    number = 1
-    while chosen is None and directory.exists():
-        number += 1
-        directory = directory.with_name(f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}-{number}")
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / MPIEXEC_LOG).exists():
-        raise LaunchError(
-            f"{directory} is not empty, and it is not the directory of an earlier run",
-            exit_code=2,
-            cause="the directory holds your own files, which the run could overwrite",
-            next_step="pass another directory with --run-directory",
-        )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for pattern in (
-            "rank-*.json",
-            "rank-*.log",
-            "rank-*.part",
-            "metrics-*.bin",
-            ".*.part",
-            "progress.jsonl",
-            MPIEXEC_LOG,
-            "summary.json",
-            "plot.png",
-        ):
-            for old in directory.glob(pattern):
-                old.unlink()
-        (directory / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(
-            f"the run directory {directory} cannot be written: {error.strerror}",
-            exit_code=2,
-            next_step="pass another directory with --run-directory",
-        ) from None
-    return directory
 
 
 def is_this_python(command: list[str]) -> bool:

@@ -24,7 +24,9 @@ def read_traced_profile(content: Mapping[str, Any], name: str = "trace") -> Step
     """
     try:
         return _read_events(content, name)
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except TraceError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise TraceError(
             f"{name} cannot be used: {type(error).__name__}: {error}",
             cause="another program or another version of TopKube wrote it",

@@ -162,6 +162,8 @@ class StepWriter:
         """Raises SettingsError as `check_loggers` does."""
         chosen = check_loggers(settings.log)
         self._progress = ProgressWriter(run_path)
+        self._has_failed = False
+        """True if the progress file could not be written."""
         self._loggers: dict[str, Logger] = {}
         for name in chosen:
             folder = find_log_folder(settings, run_path)
@@ -172,7 +174,14 @@ class StepWriter:
                 _report(name, error)
 
     def write(self, record: StepRecord) -> None:
-        self._progress.write(record)
+        try:
+            self._progress.write(record)
+        except OSError as error:
+            if not self._has_failed:
+                print(
+                    f"topkube: warning: steps are missing from the progress file: {error}", file=sys.stderr, flush=True
+                )
+            self._has_failed = True
         for name in list(self._loggers):
             self._try(name, lambda logger: logger.write(record))
 

@@ -6,13 +6,16 @@ is continued. It may then contain a step twice; the later line is valid.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 PROGRESS_FILE = "progress.jsonl"
 """Name of the file in the run's directory."""
@@ -75,11 +78,19 @@ class ProgressWriter:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = (directory / PROGRESS_FILE).open("a", encoding="utf-8", buffering=1)
+        self._file = (directory / PROGRESS_FILE).open("ab", buffering=0)
 
     def write(self, record: StepRecord) -> None:
-        """Append a record."""
-        self._file.write(record.to_json() + "\n")
+        """Append a record. Raises OSError if the disk is full; the file has whole lines then, and a later call can
+        succeed."""
+        line, end = record.to_json().encode() + b"\n", os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            raise
 
     def close(self) -> None:
         self._file.close()

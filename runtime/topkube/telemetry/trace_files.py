@@ -33,15 +33,19 @@ def read_trace(path: Path) -> dict[str, Any]:
         return merge_traces(path, MOST_READ)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TraceError(
             f"the trace {path} cannot be read: {error}",
             cause="the path is misspelt, or the file is not JSON",
             next_step="write a trace: topkube run --trace FILE train.py",
         ) from error
-    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("traceEvents"), list)
+        or not isinstance(content.get("otherData", {}), dict)
+    ):
         raise TraceError(
-            f"{path} is not a trace: it has no traceEvents",
+            f"{path} is not a trace: it has no traceEvents, or facts of another form",
             cause="the file was written by another program",
             next_step="write a trace: topkube run --trace FILE train.py",
         )
@@ -73,10 +77,13 @@ def merge_traces(directory: Path, most: int | None = None) -> dict[str, Any]:
     origins = [trace["otherData"]["originUnixNanoseconds"] for trace in traces]
     shifts = [(origin - min(origins)) / 1e3 for origin in origins]
     begin = min(
-        event["ts"] + shift
-        for trace, shift in zip(traces, shifts, strict=True)
-        for event in trace["traceEvents"]
-        if "ts" in event
+        (
+            event["ts"] + shift
+            for trace, shift in zip(traces, shifts, strict=True)
+            for event in trace["traceEvents"]
+            if "ts" in event
+        ),
+        default=0.0,
     )
     events = [
         {**event, "ts": round(event["ts"] + shift - begin, 3)} if "ts" in event else event

@@ -272,6 +272,12 @@ class DistributedOptimizer(OptimizerWrapper):
         """True if gradients of `no_sync()` wait for an exchange."""
         return self._backward.has_unsynchronized
 
+    @property
+    def awaits_step(self) -> bool:
+        """True if gradients wait for a step: those of `no_sync()`, or exchanged ones that no step has used and that the
+        script has not discarded. Reads gradients."""
+        return self.accumulating or any(p.is_exchanged and not p.is_zero for p in self._backward.parameters)
+
     def batch(self, samples: int) -> int:
         """Announce this rank's next batch: the next gradients count by `samples`. Return the samples of all ranks.
 

@@ -25,7 +25,8 @@ from topkube.training.checkpoint.stop_signal import StopSignal
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.ranks import communication_thread
 from topkube.training.reporting.batch_loss import BatchLoss
-from topkube.training.run_checkpoints import RunCheckpoints
+from topkube.training.reporting.warning import warn
+from topkube.training.run_checkpoints import RunCheckpoints, gather_own_samples
 from topkube.training.run_reports import RunReports
 from topkube.world import current
 
@@ -86,9 +87,15 @@ class Run:
         self._generators: dict[str, Any] | None = None
         self._passes_asked = 0
         """The number of passes over the data that the calls of `progress` have asked for so far."""
-        self._resumed_position = 0
-        """The samples of the current epoch that the checkpoint covers. A script's own `sampler.set_epoch`, of epochs
-        that are finished, loses the sampler's position."""
+        self._resumed: dict[str, Any] | None = None
+        """The sampler's state in the checkpoint, if it is in the middle of an epoch. A script's own
+        `sampler.set_epoch`, of epochs that are finished, loses the sampler's position."""
+        self._epochs_planned = 0
+        """The number of epochs of `epochs`."""
+        self._is_pass_begun = False
+        """True if the script has asked for a pass in the current turn of `epochs`."""
+        self._has_warned = False
+        """True if a call of `save` has printed a warning."""
         self._is_counted = True
         """False while the script works with a batch that does not count as finished yet."""
         self._asked_too_little = False
@@ -107,7 +114,8 @@ class Run:
             if self._checkpoints is not None:
                 if (resumed := self._checkpoints.resume()) is not None:
                     (self.step, self.epoch), self._generators = resumed
-                    self._resumed_position = self._sampler.position if self._sampler is not None else 0
+                    if self._sampler is not None and self._sampler.position:
+                        self._resumed = self._sampler.state_dict()
                 self._stop_signal.watch()
             self._reports.open()
         except BaseException:
@@ -132,8 +140,8 @@ class Run:
                     f"the run resumed in epoch {self.epoch}, but the script asked for {self._passes_asked} passes over"
                     " the data, so it has trained nothing",
                     cause="`run.progress` counts passes from the start of the run, not from the checkpoint",
-                    next_step="let the loop over epochs begin with 0, as in a run that does not resume, or use"
-                    " run.progress(loader, epochs=...): batches that the checkpoint covers are skipped",
+                    next_step="write the loop as `for epoch in run.epochs(...):`, which begins where the checkpoint"
+                    " ends, or use run.progress(loader, epochs=...)",
                 )
         finally:
             self._detach()
@@ -145,6 +153,28 @@ class Run:
         self._reports.close()
 
     # ---- batches
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs of a run of `count` epochs: from 0 on, or after a resume from the epoch on
+        that the checkpoint has not finished. In the loop over them, call `progress` once, for one pass.
+
+        What follows it in the loop, such as `scheduler.step()`, runs once per epoch, also if the checkpoint was saved
+        at the last batch of an epoch: save your own (`run.save()`) at the end of the loop's body. If the script leaves
+        an epoch early, the rest of its samples are left out. Raises TrainingError if the script asks for no batches.
+        """
+        self._epochs_planned = count
+        while (epoch := self.epoch) < count:
+            self._passes_asked, self._is_pass_begun = epoch, False
+            yield epoch
+            self._finish_batch()
+            if not self._is_pass_begun:
+                raise TrainingError(
+                    f"the loop over run.epochs() asked for no batches in epoch {epoch}",
+                    cause="it reads the loader itself, without run.progress",
+                    next_step="write `for batch in run.progress(loader):` inside the loop",
+                )
+            if self.epoch == epoch:
+                self._end_epoch()
 
     def progress(
         self,
@@ -158,25 +188,37 @@ class Run:
         need.
 
         All ranks end together. Uneven batches count by their samples (see `DistributedOptimizer.join`). Batches that a
-        checkpoint already covers are skipped, also if a script calls this once per epoch: its loop over epochs begins
-        with 0 after a resume too. A batch counts as finished when the next one is drawn, or after a step of the
-        optimizer if the script leaves the loop or saves. `samples`, a number or a function of the batch, is the number
-        of samples in a batch. With `device` (`topkube.device()`), the tensors of the next batch are copied to that GPU
-        while it computes the current step. Raises TrainingError if the number of samples is needed and not certain.
+        checkpoint already covers are skipped, also if a script calls this once per epoch: in a loop over `epochs`, or
+        over numbers that begin with 0 after a resume too. A batch counts as finished when the next one is drawn, or
+        after a step of the optimizer if the script leaves the loop or saves. `samples`, a number or a function of the
+        batch, is the number of samples in a batch. With `device` (`topkube.device()`), the tensors of the next batch
+        are copied to that GPU while it computes the current step.
+
+        Raises TrainingError if the number of samples is needed and not certain, and if a loop over numbers that begin
+        with 0 changes the learning rate, or the state of an object of `checkpointing`, in epochs that are finished.
         """
         self._finish_batch()
+        self._is_pass_begun = True
         passes = epochs if epochs is not None else 1 if total is None else sys.maxsize
         self._passes_asked = min(self._passes_asked + passes, sys.maxsize)
         self._asked_too_little = total is None and (
-            self._passes_asked < self.epoch or (self._passes_asked == self.epoch and self._resumed_position > 0)
+            self._passes_asked < self.epoch or (self._passes_asked == self.epoch and self._resumed is not None)
         )
+        if self._checkpoints is not None:
+            if self.epoch >= self._passes_asked:
+                self._checkpoints.skipped_passes.note()
+            else:
+                self._checkpoints.skipped_passes.check()
         self._reports.begin_loop()
         try:
             while self.epoch < self._passes_asked and (total is None or self.step < total):
                 if self._sampler is not None:
                     self._sampler.set_epoch(self.epoch)
-                    if self._resumed_position:
-                        self._sampler.position, self._resumed_position = self._resumed_position, 0
+                    if self._resumed is not None:
+                        self._sampler.load_state_dict(self._resumed)
+                        self._resumed = None
+                    elif self._sampler.position:
+                        self._sampler.begin_iterator(gather_own_samples(self._world, self._sampler))
                 self._total = total if total is not None else self._count_expected_steps(loader)
                 before, resumed = self.step, self._sampler is not None and self._sampler.position > 0
                 yield from self._iterate_pass(loader, total, samples, device)
@@ -206,6 +248,9 @@ class Run:
                 self._note_announced(batches.announce(0, *self._list_announced()))
                 batches.end()
                 return
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
         self.epoch += 1
         if self._sampler is not None:
             self._sampler.set_epoch(self.epoch)
@@ -236,7 +281,7 @@ class Run:
         newest, failed = self._newest_checkpoint, self.failed_checkpoints
         self._reports.end_step(self.step, self._total, self.epoch, samples, self._loss.take(), newest, failed)
         if self._sampler is not None:
-            self._sampler.advance(self._optimizer.turns.drawn)
+            self._sampler.advance(self._optimizer.turns.drawn, self._optimizer.turns.own_drawn)
         if self._checkpoints is not None:
             must_end = self._checkpoints.end_step((self.step, self.epoch), stop, stage_done)
             self._note_checkpoints()
@@ -251,11 +296,11 @@ class Run:
             rest_of_pass = whole_pass = len(loader)
             if self._sampler is not None and self._sampler.position:
                 # The loader's length depends on the sampler's position: at the start, it is that of a whole pass.
-                position, self._sampler.position = self._sampler.position, 0
-                whole_pass, self._sampler.position = len(loader), position
+                with self._sampler.at_start():
+                    whole_pass = len(loader)
         except TypeError:
             return None
-        return self.step + rest_of_pass + whole_pass * (self._passes_asked - self.epoch - 1)
+        return self.step + rest_of_pass + whole_pass * (max(self._passes_asked, self._epochs_planned) - self.epoch - 1)
 
     # ---- loss
 
@@ -283,9 +328,23 @@ class Run:
 
     def save(self) -> None:
         """Save a checkpoint of the last step and wait until it is published. All ranks call this together. Raises
-        StorageError if the storage fails; the previous checkpoint still exists then."""
-        assert self._checkpoints is not None
+        StorageError if the storage fails; the previous checkpoint still exists then. Without a checkpoint directory,
+        nothing is saved, and the first call prints a warning."""
         self._finish_batch()
+        if self._checkpoints is None:
+            if self._world.rank == 0 and not self._has_warned:
+                warn(
+                    "run.save() saved nothing: this run has no directory for checkpoints. Next: set spec.checkpoint, or"
+                    " pass --checkpoint-every to topkube run (TOPKUBE_CHECKPOINT_DIRECTORY)"
+                )
+            self._has_warned = True
+            return
+        if self._checkpoints.awaits_step and self._world.rank == 0 and not self._has_warned:
+            warn(
+                f"the checkpoint of step {self.step} does not contain the gradients that wait for a step of the"
+                " optimizer, so a run that resumes from it differs. Next: call run.save() after optimizer.step()"
+            )
+            self._has_warned = True
         self._checkpoints.save((self.step, self.epoch))
         self._note_checkpoints()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,12 +23,16 @@ from topkube.training.checkpoint.resumption import (
     list_optimizer_names,
     load_all_or_none,
 )
+from topkube.training.checkpoint.skipped_passes import SkippedPasses
+from topkube.training.checkpoint.stages import Stages
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.reporting.warning import warn
 from topkube.world import World
 
 Position = tuple[int, int]
 """The finished steps and the finished passes over the data: (step, epoch)."""
+_MOST_ACCUMULATED = 256
+"""If an optimizer makes no step for so many batches, its gradients are not those of an accumulation."""
 _LONG_WAIT_SECONDS = 1.0
 """A longer wait for the previous checkpoint is reported."""
 
@@ -47,8 +52,14 @@ class RunCheckpoints:
         assert settings.checkpoint_directory is not None
         self._world, self._directory = world, settings.checkpoint_directory
         self._model, self._optimizer, self._sampler, self._more = model, optimizer, sampler, more
+        self._optimizers = [optimizer, *(item for item in more.values() if isinstance(item, DistributedOptimizer))]
+        self._others = {name: item for name, item in more.items() if isinstance(item, DistributedOptimizer)}
+        """Further optimizers, such as that of a GAN's discriminator."""
+        self._steps, self._batches_since = [0] * len(self._optimizers), [0] * len(self._optimizers)
+        """The steps of each optimizer, and the batches since the last of them."""
         job = settings.job_uid or settings.job_name
         self._store = CheckpointStore(Path(self._directory), settings.checkpoint_keep, world, job, settings.attempt)
+        self.skipped_passes = SkippedPasses(optimizer.inner, more)
         self.failed = 0
         """The number of checkpoints of this run that could not be written."""
         self.saved: Position = (0, 0)
@@ -62,6 +73,15 @@ class RunCheckpoints:
     def is_stage_done(self) -> bool:
         """True if this rank has finished the current stage of a save."""
         return self._store.is_stage_done
+
+    @property
+    def awaits_step(self) -> bool:
+        """True if gradients accumulate for a later step: a checkpoint does not contain gradients. Those that a batch
+        leaves after its step, such as a generator's loss in the discriminator, are for nobody."""
+        return any(
+            optimizer.accumulating or (0 < batches < _MOST_ACCUMULATED and optimizer.awaits_step)
+            for optimizer, batches in zip(self._optimizers, self._batches_since, strict=True)
+        )
 
     def resume(self) -> tuple[Position, dict[str, Any] | None] | None:
         """Claim the directory and load the newest checkpoint. Return its position and the states of this rank's random
@@ -81,7 +101,11 @@ class RunCheckpoints:
         if is_stage_done:
             self.advance()
         self._is_due = self._is_due or stop or position[0] % self._every == 0
-        if self._is_due and not self._optimizer.accumulating:
+        for number, optimizer in enumerate(self._optimizers):
+            is_unchanged = self._steps[number] == optimizer.steps
+            self._steps[number] = optimizer.steps
+            self._batches_since[number] = self._batches_since[number] + 1 if is_unchanged else 0
+        if self._is_due and not Stages(self._world).gather([self.awaits_step]).any():
             self.begin(position)
             self._is_due = False
         must_end = stop and not self._is_due
@@ -148,13 +172,21 @@ class RunCheckpoints:
     def _begin(self, position: Position) -> int | None:
         """Copy the state of the last step and begin to write it. Return the step if it is published already, because
         there was no memory for a copy."""
-        with self._optimizer.consensus():  # the weights, and masters, are those that all nodes agree on
+        with contextlib.ExitStack() as stack:  # the weights, and masters, are those that all nodes agree on
+            for optimizer in self._optimizers:
+                stack.enter_context(optimizer.consensus())
             return self._begin_in_consensus(position)
 
     def _begin_in_consensus(self, position: Position) -> int | None:
         """Begin the save of `_begin`, while the parameters hold the weights to save."""
         optimizer = self._optimizer.state_dict()
-        own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": read_generators()}
+        others = {name: other.state_dict() for name, other in self._others.items()}
+        taken = gather_own_samples(self._world, self._sampler) if self._sampler is not None else []
+        own = {
+            "residuals": optimizer["topkube"].pop("residuals"),
+            "others": {name: state["topkube"].pop("residuals") for name, state in others.items()},
+            "generators": read_generators(),
+        }
         step, epoch = position
 
         def collect_shared_state() -> dict[str, Any]:
@@ -164,8 +196,8 @@ class RunCheckpoints:
                 "model": self._model.state_dict(),
                 "optimizer": optimizer,
                 "optimizer_names": list_optimizer_names(self._optimizer),
-                "sampler": self._sampler.state_dict() if self._sampler is not None else None,
-                "more": {name: item.state_dict() for name, item in self._more.items()},
+                "sampler": self._sampler.state_dict(taken) if self._sampler is not None else None,
+                "more": {name: others.get(name) or item.state_dict() for name, item in self._more.items()},
             }
 
         self._begun = position
@@ -180,7 +212,9 @@ class RunCheckpoints:
         pairs: list[tuple[Stateful, Any]] = [(self._model, shared["model"]), (self._optimizer, state)]
         if self._sampler is not None and shared["sampler"] is not None:
             pairs.append((self._sampler, shared["sampler"]))
-        pairs += [(item, shared["more"][name]) for name, item in self._more.items() if name in shared["more"]]
+        for name, item in self._more.items():
+            if name in shared["more"]:
+                pairs.append((item, self._complete(name, shared["more"][name], own.get("others", {}))))
 
         def load() -> None:
             check_optimizer(loaded, self._optimizer, directory)
@@ -198,10 +232,37 @@ class RunCheckpoints:
 
         with load_all_or_none([item for item, _ in pairs]):
             self._store.run_on_all_ranks(load, f"the checkpoint {loaded.name} in {directory} cannot be resumed from")
-        self._optimizer.restore_node_weights()
+        for optimizer in self._optimizers:
+            optimizer.restore_node_weights()
         self.saved = self._begun = shared["step"], shared["epoch"]
         if self._world.rank == 0:
             for name in self._more.keys() - shared["more"].keys():
                 warn(f"the checkpoint {loaded.name} contains no state of {name}, which starts from the beginning")
             print(f"topkube: resumed at step {self.saved[0]} from {loaded.name}", flush=True)
         return self.saved, own.get("generators")
+
+    def _complete(self, name: str, state: Any, others: Mapping[str, Any]) -> Any:
+        """Return the state of an object of `more`, with this rank's residuals in `others` if it is an optimizer. Raises
+        CheckpointError if the nodes' own weights cannot be restored."""
+        optimizer = self._others.get(name)
+        if optimizer is None:
+            return state
+        residuals = others.get(name)
+        if residuals is not None and (residuals["copy"], residuals["copies"]) == optimizer.residual_copy:
+            return {**state, "topkube": {**state["topkube"], "residuals": residuals}}
+        if optimizer.guard is not None:
+            raise CheckpointError(
+                f"the state of {name} was saved with other nodes or ranks, or by an older version of TopKube",
+                cause="only the first optimizer's own weights of nodes can be divided among other nodes",
+                next_step=f"resume with the nodes and ranks of before, or give {name} an algorithm without weights of"
+                " nodes, such as int8",
+            )
+        if self._world.rank == 0:
+            warn(f"what {name} had not sent yet is lost: the checkpoint was saved with other nodes or ranks")
+        return state
+
+
+def gather_own_samples(world: World, sampler: DistributedSampler) -> list[int]:
+    """Return the `own_samples` of the samplers of all ranks, in rank order. A collective."""
+    counts: list[int] = Stages(world).gather([float(sampler.own_samples)]).astype(int).reshape(-1).tolist()
+    return counts

@@ -37,3 +37,19 @@ def test_a_missing_result_leaves_its_section_out(tmp_path: Path) -> None:
     text = report.render_page(tmp_path)
     assert "## Convergence" not in text
     assert "## Run it yourself" in text
+
+
+def test_the_figures_of_the_readme_are_those_of_its_picture() -> None:
+    rows = (report.load_result("allreduce") or {"rows": []})["rows"]
+    rows = [row for row in rows if (row["part"], row["rate"], row["elements"]) == ("2x2", "1gbit", 25_557_032)]
+    assert rows
+    readme = (report.RESULTS.parents[1] / "README.md").read_text()
+    by_name = {row["contender"]: row for row in rows}
+    best = min(row["ms"] for row in rows if row["kind"] == "peer dense")
+    dense, sparse = by_name["TopKube hierarchical"], by_name["TopKube hitopk 1%"]
+    gathers = [row["ms"] for row in rows if row["contender"].startswith("torch.topk")]
+    assert f"hitopk at 1% takes {sparse['ms']:.0f} ms, the best dense peer {best:.0f} ms" in readme
+    assert f"sends 1% of the entries and takes {sparse['ms']:.0f} ms" in readme
+    assert f"takes {best:.0f} ms, and torch.topk with an all-gather takes" in readme
+    assert any(f"an all-gather takes {ms:,.0f} ms" in readme for ms in gathers)
+    assert f"takes {dense['ms']:.0f} ms, which is {dense['of_bound']:.0f}% of what the link allows" in readme

@@ -296,7 +296,7 @@ def test_a_loop_that_begins_with_the_epoch_of_the_run_is_refused(tmp_path: Path)
     runs = EpochRun(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         runs.train(updates=22)
-    with pytest.raises(TrainingError, match=r"resumed in epoch 2, but the script asked for 2 passes.*begin with 0"):
+    with pytest.raises(TrainingError, match=r"resumed in epoch 2, but the script asked for 2 passes.*run.epochs"):
         runs.train(epochs=lambda run: range(run.epoch, 4))
     runs.train()
     assert runs.run.step == 32

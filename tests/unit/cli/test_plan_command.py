@@ -151,7 +151,9 @@ def test_the_table_shows_the_cluster_and_the_chosen_algorithm(capsys: Any) -> No
     ("option", "value"),
     [
         ("--link", "fast"),
+        ("--link", "1e-320bit/s"),
         ("--parameters", "0"),
+        ("--parameters", "1e300"),
         ("--memory", "20GiB"),
         ("--density", "2"),
         ("--wire", "int8"),
@@ -162,6 +164,13 @@ def test_the_table_shows_the_cluster_and_the_chosen_algorithm(capsys: Any) -> No
 def test_invalid_options_are_refused(option: str, value: str, capsys: Any) -> None:
     assert run_app(["plan", option, value]) == 2
     assert f"{option} is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--workers", "--slots", "--cores", "--batch", "--data", "--spread"])
+@pytest.mark.parametrize("value", ["9" * 400, "nan", "inf", "-1"])
+def test_numbers_without_a_meaning_are_refused(option: str, value: str, capsys: Any) -> None:
+    assert run_app(["plan", "--model", "gpt2", "--compute", "0.1", option, value]) == 2
+    assert f"Invalid value for '{option}'" in capsys.readouterr().err
 
 
 RESNET = ["--model", "resnet50", "--workers", "16", "--slots", "8", "--link", "25Gbit/s", "--memory", "300GB/s"]
@@ -400,9 +409,14 @@ def test_files_that_are_not_traces_are_refused(tmp_path: Path, capsys: Any) -> N
         ('{"traceEvents": []}', "has no whole training step"),
         ('{"traceEvents": [{"ts": 1, "cat": "step", "ph": "X", "pid": 0, "dur": 5}]}', "contains no gradients"),
         ('{"traceEvents": [7]}', "cannot be used"),
+        ('{"traceEvents": [], "otherData": []}', "is not a trace"),
+        ('{"traceEvents": ' + "[" * 100_000, "cannot be read"),
     ]:
         path.write_text(content)
         assert run_app(["plan", "--trace", str(path)]) == 2
         assert message in capsys.readouterr().err
     assert run_app(["plan", "--trace", str(tmp_path / "..")]) == 2
     assert "contains no trace of a rank" in capsys.readouterr().err
+    (tmp_path / "rank-0.json").write_text('{"otherData": {"originUnixNanoseconds": 1}, "traceEvents": []}')
+    assert run_app(["plan", "--trace", str(tmp_path)]) == 2
+    assert "has no whole training step" in capsys.readouterr().err

@@ -13,7 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_runs import SCRIPT, finish_run, list_living_processes, run_job, start_run, write_job
+from local_runs import SCRIPT, build_command, finish_run, list_living_processes, run_job, start_run, write_job
+
+from topkube.job import TrainingJob
+from topkube.launch.run_directory import open_fresh_directory
 
 
 def read_output(directory: Path) -> str:
@@ -160,6 +163,65 @@ def test_an_unusable_variable_is_named_before_anything_starts(tmp_path: Path) ->
     ended = run_job(write_job(tmp_path, ["true"]), tmp_path, environment=environment)
     assert ended.returncode == 2
     assert "TOPKUBE_DEADLINE_SECONDS='soon' is not a number" in ended.stderr
+
+
+def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
+    """nohup lets a run go on when its terminal is closed."""
+    code = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    go = tmp_path / "go"
+    script = f"import os, time\nprint('up')\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)"
+    job = write_job(tmp_path, ["python", "-c", script], workers=1)
+    command = [sys.executable, "-c", code, *build_command(job, tmp_path)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    wait_for(lambda: read_output(tmp_path / "run").count("up") == 2)
+    running.send_signal(signal.SIGHUP)
+    go.touch()
+    ended = finish_run(running)
+    assert ended.returncode == 0, ended.stderr
+    assert "succeeded" in ended.stdout
+
+
+def test_two_runs_cannot_use_one_directory(tmp_path: Path) -> None:
+    running = start_run(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
+    wait_for(lambda: read_output(tmp_path / "run").count("up") == 4)
+    logs = read_output(tmp_path / "run")
+    second = run_job(write_job(tmp_path, ["true"]), tmp_path)
+    assert second.returncode == 2
+    assert "another run uses" in second.stderr
+    assert read_output(tmp_path / "run").startswith(logs)
+    assert running.poll() is None
+    running.send_signal(signal.SIGINT)
+    assert finish_run(running).returncode == 130
+
+
+def test_a_run_that_failed_before_its_ranks_started_can_be_repeated(tmp_path: Path) -> None:
+    environment = {**os.environ, "TOPKUBE_DEADLINE_SECONDS": "soon"}
+    job = write_job(tmp_path, ["true"], workers=1)
+    assert run_job(job, tmp_path, environment=environment).returncode == 2
+    ended = run_job(job, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_runs_that_start_in_the_same_second_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = TrainingJob.from_yaml(write_job(tmp_path, ["true"]))
+    now = time.localtime()
+    with open_fresh_directory(None, job, now) as first, open_fresh_directory(None, job, now) as second:
+        assert first != second
+        assert first.is_dir()
+        assert second.is_dir()
+
+
+def test_the_failure_of_a_rank_is_reported_although_the_summary_cannot_be_written(tmp_path: Path) -> None:
+    script = (
+        "import os; os.mkdir(os.environ['TOPKUBE_RUN_DIRECTORY'] + '/summary.json'); raise ValueError('the real error')"
+    )
+    ended = run_job(write_job(tmp_path, ["python", "-c", script], workers=1, slotsPerWorker=1), tmp_path)
+    assert ended.returncode == 1
+    assert "the real error" in ended.stderr
+    assert "the summary cannot be written" in ended.stdout
 
 
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import pickle
 import sys
 import tarfile
 from pathlib import Path
@@ -154,6 +156,27 @@ def test_samples_that_need_pickle_are_refused(tmp_path: Path, open_dataset: Open
     write_files(tmp_path / "source", 2)
     with pytest.raises(DatasetError, match="only arrays, tensors, numbers, bytes and text"):
         open_dataset(tmp_path / "source", decode=lambda raw: {"x": {1, 2}}, memory_limit=1 << 20)[0]
+
+
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 63) - 1, 1 << 70])
+def test_an_integer_that_does_not_fit_is_refused_and_not_changed(
+    tmp_path: Path, open_dataset: Opener, value: int
+) -> None:
+    write_files(tmp_path / "source", 2)
+    with pytest.raises(DatasetError, match=f"the integer {value} in 'id'"):
+        open_dataset(tmp_path / "source", decode=lambda raw: {"id": value}, fingerprint="1", memory_limit=1 << 20)[0]
+
+
+def test_a_spawned_worker_refuses_a_dataset_that_has_changed(tmp_path: Path, open_dataset: Opener) -> None:
+    """Every index would name another sample."""
+    write_files(tmp_path / "source", 4)
+    dataset = open_dataset(tmp_path / "source", prefetch=False)
+    sent = pickle.dumps(dataset)
+    with contextlib.closing(pickle.loads(sent)) as worker:
+        assert [worker[index] for index in range(4)] == [dataset[index] for index in range(4)]
+    (tmp_path / "source" / "0000-first.bin").write_bytes(b"a file that arrives while the dataset is in use")
+    with pytest.raises(DatasetError, match="has changed since this process's parent opened it"):
+        pickle.loads(sent)
 
 
 NAMES = st.text(st.characters(exclude_characters="/\\\0.", exclude_categories=("Cs", "Cc")), min_size=1, max_size=120)

@@ -45,6 +45,82 @@ def test_all_ranks_get_equal_numbers_after_a_change_of_their_number(
     assert (count - position) - len(shares[0]) * after < after
 
 
+class Ranks:
+    """The samplers of `size` ranks, which take batches of different sizes from one epoch."""
+
+    def __init__(self, count: int, size: int, state: dict[str, Any] | None) -> None:
+        self.samplers = [DistributedSampler(range(count)) for _ in range(size)]
+        for sampler in self.samplers:
+            if state is not None:
+                sampler.load_state_dict(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            self._left = []
+            for rank, sampler in enumerate(self.samplers):
+                place = RankPlace(rank, len(self.samplers))
+                patch.setattr(sampler_module, "find_place", lambda place=place: place)
+                self._left.append(sampler.indices().tolist())
+                assert len(sampler) == len(self._left[-1])
+
+    def take(self, batches: list[int]) -> list[int]:
+        """Take a batch on every rank. Return the samples of all."""
+        parts = [left[:batch] for left, batch in zip(self._left, batches, strict=False)]
+        self._left = [left[len(part) :] for left, part in zip(self._left, parts, strict=True)]
+        for sampler, part in zip(self.samplers, parts, strict=True):
+            sampler.advance(sum(map(len, parts)), len(part))
+        return [sample for part in parts for sample in part]
+
+    def list_own_samples(self) -> list[int]:
+        return [sampler.own_samples for sampler in self.samplers]
+
+    def begin_again(self) -> None:
+        """Leave the loop over the epoch, and begin it again."""
+        own_samples = self.list_own_samples()
+        for sampler in self.samplers:
+            sampler.begin_iterator(own_samples)
+        self._begin()
+
+
+BATCHES = st.lists(st.integers(0, 5), min_size=7, max_size=7)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 90), st.lists(st.tuples(SIZES, st.lists(st.tuples(BATCHES, st.booleans()), max_size=5)), max_size=4)
+)
+def test_each_sample_is_taken_once_if_batches_of_ranks_differ_in_size(
+    count: int, runs: list[tuple[int, list[tuple[list[int], bool]]]]
+) -> None:
+    """Runs of changing numbers of ranks leave and resume the epoch, and save the state at any step."""
+    taken: list[int] = []
+    state: dict[str, Any] | None = None
+    for size, steps in [*runs, (2, [])]:
+        ranks = Ranks(count, size, state)
+        for batches, begins_again in steps:
+            taken += ranks.take(batches)
+            if begins_again:
+                ranks.begin_again()
+        states = [sampler.state_dict(ranks.list_own_samples()) for sampler in ranks.samplers]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    while step := ranks.take([3] * 2):
+        taken += step
+    assert sorted(taken) == list(range(count))
+
+
+def test_equal_batches_leave_nothing_in_the_state_but_the_position() -> None:
+    ranks = Ranks(20, 2, None)
+    ranks.take([3, 3])
+    assert "taken" not in ranks.samplers[0].state_dict(ranks.list_own_samples())
+    ranks.take([3, 1])
+    state = ranks.samplers[0].state_dict(ranks.list_own_samples())
+    assert state["taken"] == [[0, 6, 4]]
+    with pytest.raises(ArgumentError, match="more finished samples than its position"):
+        DistributedSampler(range(20)).load_state_dict({**state, "position": 9})
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 130), SIZES, st.integers(1, 9), st.integers(0, 130))
 def test_batches_are_equal_on_all_ranks_if_the_last_ones_are_dropped(

@@ -33,6 +33,8 @@ class SimulatedCluster(SimulatedKubelets):
         self.known: dict[tuple[str, str], dict[str, Any]] = {}
         """The objects that the operator has read."""
         self.node_cache = False
+        self.hostnames: dict[str, str] = {}
+        """The labels of nodes whose label is not their name."""
         self.node_faults: dict[str, str] = {}
         self.node_failures: tuple[NodeFailure, ...] = ()
         self.events: list[str] = []
@@ -57,6 +59,7 @@ class SimulatedCluster(SimulatedKubelets):
             objects=dict(self.known),
             node_cache=self.node_cache,
             nodes=len(NODES) - len(self.lost),
+            hostnames={node: node for node in NODES} | self.hostnames,
             node_faults=dict(self.node_faults),
             node_failures=self.node_failures,
         )

@@ -61,6 +61,8 @@ def test_roles_name_their_verbs_and_resources() -> None:
             assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"]) or (
                 role["metadata"]["name"] == "topkube-edit"
             )
+            if "rbac.authorization.k8s.io/aggregate-to-admin" in role["metadata"]["labels"]:
+                assert all("/" not in resource or resource == "pods/log" for resource in rule["resources"])
 
 
 @pytest.mark.parametrize(

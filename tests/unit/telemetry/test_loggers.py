@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from topkube.launch.mpi import mpi_library
 from topkube.settings import Settings
 from topkube.telemetry import loggers
 from topkube.telemetry.loggers import StepWriter, check_loggers, find_log_folder
-from topkube.telemetry.progress import StepRecord
+from topkube.telemetry.progress import StepRecord, read_records
 
 RECORDS = [
     StepRecord(
@@ -113,6 +115,28 @@ def test_training_continues_if_the_folder_of_a_logger_cannot_be_written(
     write_all(tmp_path, log="tensorboard", log_directory=str(tmp_path / "file" / "logs"))
     assert "continues without the logger tensorboard" in capsys.readouterr().err
     assert len((tmp_path / "progress.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_full_disk_ends_no_training_and_steps_are_written_again_when_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = StepWriter(Settings(), tmp_path)
+    records = [StepRecord(step, 9, choice="x" * 100) for step in range(1, 5)]
+    writer.write(records[0])
+    size = (tmp_path / "progress.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, limits[1]))  # a part of the next line fits
+    try:
+        writer.write(records[1])
+        writer.write(records[2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    writer.write(records[3])
+    writer.close()
+    assert capsys.readouterr().err.count("steps are missing from the progress file") == 1
+    assert [record.step for record, _ in read_records(tmp_path / "progress.jsonl")] == [1, 4]
 
 
 def test_mistakes_are_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:

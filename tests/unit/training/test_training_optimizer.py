@@ -297,6 +297,16 @@ def test_checkpoints_of_an_optimizer_with_its_own_world_are_refused(tmp_path: Pa
     topkube.checkpointing(model, optimizer, settings=Settings())
 
 
+def test_without_a_directory_a_save_is_reported_once_and_training_continues(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = build_model()
+    with topkube.checkpointing(model, build_optimizer(model), settings=Settings()) as run:
+        run.save()
+        run.save()
+    assert capsys.readouterr().err.count("run.save() saved nothing") == 1
+
+
 def test_passes_that_a_checkpoint_covers_are_skipped(tmp_path: Path) -> None:
     """This holds for the script's own loop over epochs too; the sampler continues in the middle of an epoch."""
     data = torch.utils.data.TensorDataset(torch.arange(200.0).view(10, 20))

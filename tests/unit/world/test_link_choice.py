@@ -137,3 +137,8 @@ def test_ucx_net_devices_limits_the_addresses(monkeypatch: pytest.MonkeyPatch) -
     assert links.list_addresses()[0] == "127.0.0.1"
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")  # no network device of Linux
     assert links.list_addresses()
+
+
+def test_the_device_of_an_address_is_known() -> None:
+    assert links.find_device("127.0.0.1") == "lo"
+    assert links.find_device("203.0.113.1") == ""  # an address for documents, which no machine has

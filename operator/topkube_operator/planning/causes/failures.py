@@ -24,8 +24,6 @@ from topkube_operator.planning.causes.pod_failures import (
 )
 from topkube_operator.planning.causes.rendezvous import describe_missing_workers
 
-LOST_REASONS = ("WorkerLost", "RendezvousTimeout")
-"""For these reasons, the named pod looks alive but is useless."""
 _TERMINATED = "Terminated"
 """The launcher's reason for a worker, or itself, that received SIGTERM."""
 _DISRUPTION_REASONS = ("WorkerLost", _TERMINATED)

@@ -9,7 +9,8 @@ from typing import Any
 from topkube_operator.model import names
 from topkube_operator.model.observed import Container
 from topkube_operator.model.plan import Deletion, LogRequest
-from topkube_operator.planning import attempts, cleanup
+from topkube_operator.model.status import StatusDraft
+from topkube_operator.planning import cleanup
 from topkube_operator.planning.attempt_status import mark_created
 from topkube_operator.planning.causes.failures import AttemptPods, Verdict
 from topkube_operator.planning.causes.pod_failures import Failure, read_ending
@@ -23,38 +24,37 @@ def fail_job(steps: PlanSteps, attempt: AttemptPods, failure: Failure, reason: s
     if steps.logs:
         return
     draft.first_failure = failure.to_status()
-    _end_job(steps, "Failed", reason, message, "Warning")
+    _end_job(draft, "Failed", reason, message, "Warning")
 
 
-def complete_if_succeeded(steps: PlanSteps) -> bool:
-    """Complete the job if its launcher has ended with 0, even if the job was suspended before the operator saw that.
-    Return True if the job is complete."""
-    attempt = attempts.find_current_pods(steps.job, steps.uid, steps.draft, steps.observed)
-    if not steps.draft.attempt or attempt.launcher_container.exit_code != 0:
+def complete_if_succeeded(draft: StatusDraft, attempt: AttemptPods) -> bool:
+    """Complete the job if its launcher has ended with 0, even if the job was suspended, or its spec became invalid,
+    before the operator saw that. Return True if the job is complete."""
+    if not draft.attempt or attempt.launcher_container.exit_code != 0:
         return False
-    if not steps.draft.holds("Created"):
-        mark_created(steps.draft, attempt)
-    complete_job(steps, attempt, Verdict("succeeded", ending=read_ending(attempt.launcher_container)))
+    if not draft.holds("Created"):
+        mark_created(draft, attempt)
+    complete_job(draft, attempt, Verdict("succeeded", ending=read_ending(attempt.launcher_container)))
     return True
 
 
-def complete_job(steps: PlanSteps, attempt: AttemptPods, verdict: Verdict) -> None:
+def complete_job(draft: StatusDraft, attempt: AttemptPods, verdict: Verdict) -> None:
     """End the job: all its ranks have succeeded. The launcher's last report becomes its progress."""
-    draft = steps.draft
+    draft.clear_condition("Failed", "Succeeded", "all ranks ended with 0")
     draft.set_replica_counts(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
     if verdict.ending is not None and verdict.ending.progress is not None:
         draft.progress = verdict.ending.progress.model_dump(by_alias=True, exclude_none=True, mode="json")
     if verdict.ending is not None and verdict.ending.cache is not None:
         draft.cache = verdict.ending.cache.model_dump(by_alias=True, exclude_none=True, mode="json")
     draft.workers_ready = f"{len(attempt.workers)}/{len(attempt.workers)}"
-    _end_job(steps, "Succeeded", "Succeeded", f"all ranks ended with 0, attempt {attempt.number}", "Normal")
+    _end_job(draft, "Succeeded", "Succeeded", f"all ranks ended with 0, attempt {attempt.number}", "Normal")
 
 
-def _end_job(steps: PlanSteps, phase: str, reason: str, message: str, event: Any) -> None:
+def _end_job(draft: StatusDraft, phase: str, reason: str, message: str, event: Any) -> None:
     """End the job now, by the operator's clock: a node's clock may be wrong by hours, and ttlSecondsAfterFinished
     counts from this time."""
-    draft = steps.draft
-    draft.phase, draft.completion, draft.avoided_nodes = phase, steps.now, []
+    draft.phase, draft.completion = phase, draft.now
+    draft.avoided_nodes, draft.lost_workers = [], []
     draft.set_condition(phase, True, reason, message, event)
     draft.set_condition("Running", False, phase, message)
     draft.clear_condition("Restarting", phase, message)
@@ -71,7 +71,7 @@ def clean_up_job(steps: PlanSteps) -> None:
             steps.delete.append(Deletion("TrainingJob", steps.job.name, steps.uid))
             return
         steps.wakes.append(due)
-    attempt = attempts.find_current_pods(steps.job, steps.uid, draft, steps.observed)
+    attempt = steps.find_current_pods()
     cleanup.update_final_counts(draft, attempt)
     pods, clean = steps.observed.pods, steps.policy.clean_pod_policy
     active = [pod for pod in pods if pod.is_active]

@@ -9,9 +9,10 @@ from typing import Any
 from topkube.job import TrainingJob
 from topkube_operator.children import placement, workloads
 from topkube_operator.model.observed import Observed, Pod
-from topkube_operator.model.plan import Deletion, LogRequest, ObjectRequest, Plan, Release, StatusPatch, find_releases
+from topkube_operator.model.plan import Deletion, LogRequest, ObjectRequest, Plan, StatusPatch
 from topkube_operator.model.status import StatusDraft, choose_urgency
 from topkube_operator.planning import attempts, cleanup
+from topkube_operator.planning.causes.failures import AttemptPods
 
 FINISHED = ("Succeeded", "Failed")
 
@@ -49,6 +50,10 @@ class PlanSteps:
         """Return True if pods of the job hold resources on nodes that exist."""
         return any(pod.is_active and pod.node not in self.observed.lost_nodes for pod in self.observed.pods)
 
+    def find_current_pods(self) -> AttemptPods:
+        """Return the pods of the attempt whose number is in the status."""
+        return attempts.find_current_pods(self.job.name, self.uid, self.job.spec.workers, self.draft, self.observed)
+
     def to_plan(self) -> Plan:
         """Return the finished plan. If the planner needs logs or objects first, it contains only these requests."""
         draft = self.draft
@@ -56,13 +61,14 @@ class PlanSteps:
             return Plan(logs=tuple(self.logs), phase=draft.phase)
         if self.reads:
             return Plan(reads=tuple(self.reads), phase=draft.phase)
-        release = self._find_releases()
+        releases, due = cleanup.find_due_releases(self.pods, draft, self.observed)
+        self.wakes += due
         patch = draft.build_patch()
         delay = (min(self.wakes) - self.now).total_seconds() if self.wakes else None
         return Plan(
             status=patch,
             urgency=choose_urgency(patch, draft.stored),
-            release=release,
+            release=releases,
             end_groups=cleanup.find_group_ends(draft, self.pods),
             delete=tuple(self.delete),
             patches=tuple(self.patches),
@@ -73,17 +79,3 @@ class PlanSteps:
             restart_reason=self.restart_reason,
             start_seconds=self.start_seconds,
         )
-
-    def _find_releases(self) -> tuple[Release, ...]:
-        """Return the launcher pods whose result the status already contains. For the others, plan to look again when
-        they are due."""
-        number, due_pods = self.draft.attempt, list[Pod]()
-        for pod in self.pods:
-            at = cleanup.compute_release_time(pod, self.draft, self.observed, attempts.is_launcher_pod(pod, number))
-            if at is None or not pod.has_finalizer:
-                continue
-            if at <= self.now:
-                due_pods.append(pod)
-            else:
-                self.wakes.append(at)
-        return find_releases(due_pods)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+from topkube.job.status import MOST_LOST_WORKERS
+from topkube_operator.model import names
 from topkube_operator.model.status import Event
-from topkube_operator.planning import attempts, pacing, pending
+from topkube_operator.planning import pacing, pending
 from topkube_operator.planning.attempt_status import begin_next_attempt, describe_attempt, mark_created
 from topkube_operator.planning.causes import bad_nodes, failure_policy, failures
 from topkube_operator.planning.causes.failures import AttemptPods, Verdict
@@ -32,14 +34,14 @@ def start_job(steps: PlanSteps) -> None:
 def continue_attempt(steps: PlanSteps) -> None:
     """Describe the current attempt in the status, or end it. Make or restore its pods and other objects."""
     draft, seconds = steps.draft, steps.policy.active_deadline_seconds
-    attempt = attempts.find_current_pods(steps.job, steps.uid, draft, steps.observed)
+    attempt = steps.find_current_pods()
     if attempt.launcher is not None and not draft.holds("Created"):
         mark_created(draft, attempt)
     verdict = Verdict("running")
     if draft.holds("Created"):
         verdict = failures.assess_attempt(attempt, steps.observed, steps.now)
     if verdict.state == "succeeded":
-        ended.complete_job(steps, attempt, verdict)
+        ended.complete_job(draft, attempt, verdict)
         return
     if seconds is not None and draft.start is not None:
         due = draft.start + timedelta(seconds=seconds)
@@ -84,7 +86,7 @@ def _end_attempt(steps: PlanSteps, attempt: AttemptPods, failure: Failure) -> No
     if steps.logs:
         return
     failure = replace(failure, node=failure_policy.find_node(failure, attempt, steps.observed))
-    bad_nodes.record_failure(draft, failure)
+    bad_nodes.record_failure(draft, failure, steps.observed)
     container = failure_policy.find_container(failure, attempt, steps.observed)
     decision = failure_policy.choose_consequence(steps.policy.failure_policy, failure, container, draft)
     if decision.action == "Restart" and draft.restarts >= limit:
@@ -109,6 +111,8 @@ def _end_attempt(steps: PlanSteps, attempt: AttemptPods, failure: Failure) -> No
     steps.restart_reason = failure.reason
     draft.events.append(Event("Warning", "Restarting", message))
     lost = [pod for pod in steps.observed.pods if pod.name in failure.lost]
+    # Stored, because the operator may be killed before it has deleted all of them.
+    draft.lost_workers = sorted({pod.index for pod in lost if pod.role == names.WORKER})[:MOST_LOST_WORKERS]
     begin_next_attempt(draft, failure.reason, failure.describe())
     steps.remove_pods(lost)
     if attempt.launcher is not None and attempt.launcher_container.exit_code is None and attempt.launcher not in lost:

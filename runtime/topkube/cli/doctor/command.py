@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 
+from topkube.cli.cluster.api import ClusterLocation
 from topkube.cli.doctor.check import Check
 from topkube.cli.doctor.cluster import check_cluster
 from topkube.cli.doctor.gpu_checks import check_gpus
@@ -18,6 +19,8 @@ from topkube.cli.doctor.software import (
     check_python,
     check_torch,
 )
+from topkube.cli.script_job import IMAGE
+from topkube.errors import TopKubeError
 
 CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_python,
@@ -35,14 +38,15 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
 )
 
 
-def run_doctor(json_output: bool) -> int:
-    """Print the report. Return 1 if something essential fails."""
+def run_doctor(json_output: bool, probed: tuple[ClusterLocation, str | None] | None = None) -> int:
+    """Print the report. Return 1 if something essential fails. With `probed`, the network policies of that cluster are
+    probed with pods of that image (None: TopKube's)."""
     from rich.console import Console
 
     checks: list[Check] = []
     console = Console(highlight=False)
     colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for check in run_checks():
+    for check in run_checks(probed):
         checks.append(check)
         if not json_output:
             console.print(
@@ -57,12 +61,23 @@ def run_doctor(json_output: bool) -> int:
     return 1 if failed else 0
 
 
-def run_checks() -> Iterator[Check]:
+def run_checks(probed: tuple[ClusterLocation, str | None] | None = None) -> Iterator[Check]:
     """Yield all checks; a check comes after those that it depends on. An exception in a check becomes a failed
     check."""
-    for check in CHECKS:
+
+    def check_network_policy() -> Iterator[Check]:
+        if probed is not None:
+            from topkube.cli.doctor.network_policy import check_network_policies
+
+            yield from check_network_policies(probed[0], probed[1] or IMAGE)
+
+    for check in (*CHECKS, check_network_policy):
+        name = check.__name__.removeprefix("check_").replace("_", " ")
         try:
             yield from check()
+        except TopKubeError as error:
+            yield Check(
+                name, "fail", error.what + (f" (likely cause: {error.cause})" if error.cause else ""), error.next_step
+            )
         except Exception as error:  # the report is for machines on which anything may be broken
-            name = check.__name__.removeprefix("check_")
             yield Check(name, "fail", f"could not be checked: {type(error).__name__}: {error}", "report this as a bug")

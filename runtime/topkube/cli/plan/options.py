@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from topkube.errors import ArgumentError
 
+_LEAST, _MOST = 1e-9, 1e18
+"""The bounds of all numbers with units: beyond them, a number is a slip, and its results would mean nothing."""
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _EXAMPLES = {
     "--parameters": "25.6M or 7B",
@@ -52,13 +53,14 @@ class PlanOptions:
 def parse_number(text: str, unit: str, option: str) -> float:
     """Return the number that `text`, the value of `option`, states: 25600000.0 for '25.6M'.
 
-    `unit` is the pattern of a unit that may follow, such as bit/s. Raises ArgumentError with an example of the option.
+    `unit` is the pattern of a unit that may follow, such as bit/s. Raises ArgumentError with an example of the option,
+    also for a number that no machine or model has.
     """
     match = re.fullmatch(rf"([0-9.]+(?:e-?[0-9]+)?)\s*([kMGBT]?)(?:{unit})?", text.strip())
     try:
         value = float(match[1]) * _SCALES[match[2]] if match else 0.0
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
+    if not _LEAST <= value <= _MOST:
         raise ArgumentError(f"{option} is {text!r}", next_step=f"write it as {_EXAMPLES[option]}")
     return value

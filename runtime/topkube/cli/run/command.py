@@ -23,10 +23,10 @@ from topkube.launch.local import (
     LocalRun,
     build_rank_command,
     build_rank_environment,
-    create_fresh_directory,
     is_this_python,
 )
 from topkube.launch.mpi import mpi_library
+from topkube.launch.run_directory import open_fresh_directory
 from topkube.processors import count_cores
 from topkube.settings import Settings
 from topkube.telemetry.history import History
@@ -41,7 +41,13 @@ def run_job(options: RunOptions) -> int:
         return _print_job(job, options.dry_run, options.target)
     loggers = check_loggers(options.target.loggers or "")
     mpi = mpi_library.find_mpi()
-    directory = create_fresh_directory(options.run_directory, job, time.localtime())
+    with open_fresh_directory(options.run_directory, job, time.localtime()) as directory:
+        return _run_in(directory, options, job, mpi, loggers)
+
+
+def _run_in(
+    directory: Path, options: RunOptions, job: TrainingJob, mpi: mpi_library.Mpi, loggers: tuple[str, ...]
+) -> int:
     environment = build_rank_environment(job, mpi, directory, copy_environment(), options.collective_deadline_seconds)
     if options.trace is not None:
         shutil.rmtree(directory / TRACES, ignore_errors=True)  # of an earlier run in this directory

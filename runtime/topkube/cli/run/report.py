@@ -15,6 +15,7 @@ from topkube import algorithms
 from topkube.cli.run.summary import PartsOfStep, RankEnd, RunSummary
 from topkube.cli.run.watch import RunWatch
 from topkube.errors import LaunchError
+from topkube.files import write_json
 from topkube.job import TrainingJob
 from topkube.telemetry.plot import PlotError, draw
 from topkube.telemetry.summary import list_rows, summarize
@@ -71,7 +72,10 @@ def report_run(watch: RunWatch, failure: LaunchError | None) -> None:
         first_failure=RankEnd(**dataclasses.asdict(report)) if report else None,
         failure=str(failure) if failure else None,
     ).to_dict()
-    (directory / "summary.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    try:
+        write_json(directory / "summary.json", values, indent=1)
+    except OSError as error:
+        say(console, f"warning: the summary cannot be written: {error}")
     if options.json:
         json.dump(values, sys.stdout, indent=1)
         print(flush=True)

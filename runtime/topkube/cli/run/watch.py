@@ -25,7 +25,7 @@ DEADLINE_CODE = 124
 
 class Signals:
     """A counter of SIGINT, SIGTERM and SIGHUP, as a context manager. They do not end this process at once, because it
-    must first end its ranks."""
+    must first end its ranks. A signal that this process was started to ignore, as with nohup, stays ignored."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -34,7 +34,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

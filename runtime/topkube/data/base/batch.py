@@ -100,6 +100,12 @@ def describe_leaf(name: str, value: Any) -> Leaf:
         return Leaf(name, "bytes", "uint8", None)
     if isinstance(value, str):
         return Leaf(name, "text", "uint8", None)
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        raise DatasetError(
+            f"decode returned the integer {value}" + (f" in {name!r}" if name else ""),
+            cause="integers are cached in 64 bits with a sign",
+            next_step="return it as text, or as numpy.uint64(...)",
+        )
     if type(value) in _SCALARS:
         return Leaf(name, type(value).__name__, _SCALARS[type(value)], ())
     if _is_tensor(value):

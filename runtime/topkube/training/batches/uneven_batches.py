@@ -34,11 +34,13 @@ _END = object()
 
 @dataclass(eq=False)
 class _Announced:
-    """A batch that the ranks have announced: this rank's samples, and the agreement of all ranks, whose result sets the
-    samples that all loaders drew and the number of ranks that have a batch. `before_replay` has the states of the
-    random generators if this rank has no more batches and uses its last one again."""
+    """A batch that the ranks have announced: this rank's samples, those that its loader drew, and the agreement of all
+    ranks, whose result sets the samples that all loaders drew and the number of ranks that have a batch.
+    `before_replay` has the states of the random generators if this rank has no more batches and uses its last one
+    again."""
 
     samples: int = 0
+    own_drawn: int = 0
     sums: Future[Sums] | None = None
     drawn: int = 0
     ranks_with_batch: int = 0
@@ -72,9 +74,10 @@ class UnevenBatches:
         of the future is the sums over all ranks of (samples, *more)."""
         global _announced
         has_batch = samples > 0 if has_batch is None else has_batch
-        numbers = (float(samples), float(samples if drawn is None else drawn), float(has_batch), *more)
+        drawn = samples if drawn is None else drawn
+        numbers = (float(samples), float(drawn), float(has_batch), *more)
 
-        announced = self._last = self._in_force = _Announced(samples)
+        announced = self._last = self._in_force = _Announced(samples, drawn)
 
         def add_up(agreement: Agreement) -> Sums:
             sums = agreement.sum(numbers)
@@ -106,6 +109,11 @@ class UnevenBatches:
         if self._last.sums is not None:
             self._last.sums.result()
         return self._last.drawn
+
+    @property
+    def own_drawn(self) -> int:
+        """The samples that this rank's loader drew for the batch that was announced last."""
+        return self._last.own_drawn
 
     @property
     def was_stepped(self) -> bool:

@@ -45,7 +45,7 @@ def test_the_log_is_right_after_any_history_and_a_torn_write(
             file.write(b"\xff" * torn)
     log = RecordLog(log.path)
     assert {read_key(record): int(record["size"]) for record in log.read_live()} == expected
-    assert log.sum_shard_bytes() == sum(expected.values())
+    assert (log.count_shards(), log.sum_shard_bytes()) == (len(expected), sum(expected.values()))
     for key in KEYS:
         record = log.find(key)
         assert (

@@ -24,6 +24,7 @@ from topkube.launch import contract
 from topkube_operator.children import credentials
 from topkube_operator.control import launcher_poller
 from topkube_operator.planning import planner
+from topkube_operator.watch.watch_cache import WatchCache
 
 SEED, UID = b"s" * 32, "uid-1"
 STATUS = build_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
@@ -279,10 +280,28 @@ def test_the_launcher_gets_the_rack_of_each_worker() -> None:
     def read_label(node: str, key: str) -> str:
         return racks[node] if key == "rack" else ""
 
-    assert launcher_poller.find_domains(world.observe(), launcher, "rack", read_label) == "0,1,0"
-    assert launcher_poller.find_domains(world.observe(), launcher, "zone", read_label) == "0,0,0"
+    assert launcher_poller.find_domains(world.observe().pods, launcher, "rack", read_label) == "0,1,0"
+    assert launcher_poller.find_domains(world.observe().pods, launcher, "zone", read_label) == "0,0,0"
     world.change("train-worker-2-1-uid-1", node="")
-    assert launcher_poller.find_domains(world.observe(), launcher, "rack", read_label) == ""
+    assert launcher_poller.find_domains(world.observe().pods, launcher, "rack", read_label) == ""
+
+
+def test_the_poller_reads_only_the_pods_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for launchers twice a second in kopf's event loop. What a plan sees costs more with every job."""
+    world, cache = start_running_job(topology={"key": "rack"}), WatchCache()
+    assert world.job is not None
+    world.job["metadata"]["resourceVersion"] = "1"
+    cache.put_job(world.job)
+    for name, pod in world.pods.items():
+        started = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+        status = {"podIP": "10.0.0.1", "containerStatuses": [{"name": pod.main_container, "state": started}]}
+        manifest = world.manifests[name]
+        manifest["metadata"]["resourceVersion"] = "1"
+        cache.put("Pod", {**manifest, "spec": {"nodeName": pod.node}, "status": status})
+    monkeypatch.delattr(WatchCache, "observe")
+    poller = launcher_poller.LauncherPoller(cache, None, world.policy, lambda: True)  # type: ignore[arg-type]
+    ((key, uid, launcher, domains),) = poller._find_launchers()
+    assert (key, uid, launcher.name, domains) == (("team", "train"), UID, "train-launcher-1-uid-1", "0,0")
 
 
 @pytest.mark.parametrize("domains", ["", "1,0"])

@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from stored_datasets import store_dataset
 
 from topkube_operator.node_cache.decisions import LocalDataset
-from topkube_operator.node_cache.volume import UnusableFolder, Volume
+from topkube_operator.node_cache.volume import _MEMORY_BYTES, UnusableFolder, Volume
+
+ROOT = Path(__file__).parents[4]
 
 
 def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_cannot(volume: Volume) -> None:
@@ -88,3 +91,43 @@ def test_a_folder_that_never_answers_is_reported_after_a_deadline(
     os.mkfifo(folder.path / "dataset.json")
     with pytest.raises(UnusableFolder, match="did not answer"):
         volume.read_datasets("team-a")
+
+
+@pytest.mark.parametrize("name", ["dataset.json", "summary.json", "../../reservations/forged"])
+def test_a_large_file_of_a_pod_is_not_read(volume: Volume, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("topkube_operator.node_cache.volume._MEMORY_BYTES", 64 << 20)
+    volume.create_folder("team-a")
+    store_dataset(volume.root, "team-a", "s3://bucket/other")
+    path = store_dataset(volume.root, "team-a", "s3://bucket/x").path / name
+    path.touch()
+    os.truncate(path, 128 << 20)
+    expected = {"s3://bucket/other"} if name == "dataset.json" else {"s3://bucket/other", "s3://bucket/x"}
+    assert {dataset.uri for dataset in volume.read_datasets("team-a")} == expected
+
+
+def test_a_folder_with_a_large_mark_is_unusable(volume: Volume) -> None:
+    volume.create_folder("team-a")
+    os.truncate(volume.root / "team-a/topkube-cache.json", 128 << 20)
+    with pytest.raises(UnusableFolder, match="File too large"):
+        volume.read_datasets("team-a")
+
+
+def test_records_that_exceed_the_memory_make_a_folder_unusable(volume: Volume) -> None:
+    volume.create_folder("team-a")
+    os.truncate(store_dataset(volume.root, "team-a", "s3://bucket/x").path / "records", 2 * _MEMORY_BYTES)
+    with pytest.raises(UnusableFolder, match="Cannot allocate memory"):
+        volume.read_datasets("team-a")
+
+
+def test_the_processes_of_an_agent_fit_into_the_memory_of_its_container() -> None:
+    """The agent and the process for its metrics have less than 64 MiB each of their own, as has the child's copy."""
+    agent = next(
+        item
+        for item in yaml.safe_load_all((ROOT / "manifests/node-cache/agent.yaml").read_text())
+        if item["kind"] == "DaemonSet"
+    )
+    values = yaml.safe_load((ROOT / "charts/topkube/values.yaml").read_text())
+    (container,) = agent["spec"]["template"]["spec"]["containers"]
+    for resources in (container["resources"], values["cache"]["node"]["resources"]):
+        mebibytes = int(resources["limits"]["memory"].removesuffix("Mi"))
+        assert (mebibytes << 20) * 3 // 4 >= 3 * (64 << 20) + _MEMORY_BYTES

@@ -13,11 +13,15 @@ from simulated_kubelets import RANK_FAILED
 
 from topkube.errors import JobError
 from topkube_operator.children.avoidance import avoid_nodes
+from topkube_operator.model import names
 from topkube_operator.model.nodes import NodeFailure, find_fault, read_node_failures
+from topkube_operator.model.observed import Trouble
 
 HOUR = 3600
 NO_ROOM = "0/4 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
 MANY_RESTARTS = {"backoffLimit": 99}
+LONG_NAME = "a." * 40 + "example"
+"""The name of a node may be this long, but not the value of a label."""
 
 
 def _list_avoided_nodes(world: SimulatedCluster) -> list[str]:
@@ -123,6 +127,72 @@ def test_failures_of_several_other_jobs_count(failures: tuple[NodeFailure, ...],
     assert world.status["phase"] == "Running"
 
 
+@pytest.mark.parametrize(
+    "time",
+    [
+        "9999-12-31T23:59:59Z",
+        "9999-12-31T23:59:59-14:00",
+        "2099-01-01T00:00:00Z",
+        "2026-01-01T00:05:01Z",
+        "0001-01-01T00:00:00+14:00",
+        "0001-01-01T00:00:00Z",
+        "soon",
+        "",
+        None,
+        7,
+    ],
+)
+def test_forged_times_in_the_statuses_of_other_jobs_have_no_effect(time: Any) -> None:
+    entry = {"name": "node-c", "count": 9, "reason": "Error", "lastFailureTime": time}
+    world = SimulatedCluster(build_job())
+    world.node_failures = tuple(
+        failure for job in ("a", "b") for failure in read_node_failures(job, {"nodeFailures": [entry]})
+    )
+    world.start_ranks()
+    assert (_list_avoided_nodes(world), world.status["phase"]) == ([], "Running")
+
+
+def test_a_failure_on_a_node_that_does_not_exist_is_not_recorded() -> None:
+    """A template may name any node. The pod is then removed by Kubernetes' garbage collection of pods."""
+    world = start_running_job(workers=1, runPolicy=MANY_RESTARTS)
+    worker = "train-worker-0-1-uid-1"
+    world.change(worker, node="phantom", phase="Failed", disruption="DeletionByPodGC")
+    world.reconcile()
+    world.wait(5)
+    world.start_ranks()
+    assert (world.status["firstFailure"]["reason"], world.status["attempt"]) == ("NodeLost", 2)
+    assert "nodeFailures" not in world.status
+    assert _list_avoided_nodes(world) == []
+
+
+def test_nodes_that_do_not_exist_take_no_place_of_real_nodes() -> None:
+    world = SimulatedCluster(build_job(spread="None"))
+    forged = [_build_failures(("a", 99), ("b", 99), node=node) for node in ("another", "phantom", LONG_NAME)]
+    world.node_failures = (
+        *(failure for failures in forged for failure in failures),
+        *_build_failures(("a", 2), ("b", 2)),
+    )
+    world.start_ranks()
+    assert _list_avoided_nodes(world) == ["node-c"]
+
+
+@pytest.mark.parametrize(("hostname", "is_avoided"), [(LONG_NAME, False), ("a", True), ("a-", False)])
+def test_a_node_whose_hostname_is_no_label_value_is_not_avoided(hostname: str, is_avoided: bool) -> None:
+    world = SimulatedCluster(build_job())
+    world.hostnames = {LONG_NAME: hostname}
+    world.node_failures = _build_failures(("a", 2), ("b", 2), node=LONG_NAME)
+    world.start_ranks()
+    assert _list_avoided_nodes(world) == ([LONG_NAME] if is_avoided else [])
+    assert world.status["phase"] == "Running"
+
+
+def test_a_clock_of_an_earlier_leader_may_be_ahead() -> None:
+    world = SimulatedCluster(build_job())
+    world.node_failures = _build_failures(("a", 2), ("b", 2), minutes=-5)
+    world.start_ranks()
+    assert _list_avoided_nodes(world) == ["node-c"]
+
+
 def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
     world = start_running_job(workers=1, runPolicy=MANY_RESTARTS)
     world.change("train-worker-0-1-uid-1", node="node-c")
@@ -187,6 +257,46 @@ def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(c
     assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1"]
     assert world.avoided["train-worker-1-2-uid-1"] == set()
     assert world.status["phase"] == "Running"
+
+
+class RefusingCluster(SimulatedCluster):
+    """A cluster whose API server, or a policy, refuses all pods with a word in their annotations."""
+
+    refused_word = names.AVOIDED_NODES
+
+    def apply(self, manifest: dict[str, Any]) -> None:
+        metadata = manifest["metadata"]
+        if manifest["kind"] == "Pod" and self.refused_word in str(metadata["annotations"]):
+            self.troubles["Pod", metadata["name"]] = Trouble("Refused", "values[0]: Invalid value")
+        else:
+            super().apply(manifest)
+
+
+def test_refused_pods_may_use_the_avoided_nodes_after_a_minute() -> None:
+    world = RefusingCluster(build_job())
+    world.node_faults = {"node-b": "KernelDeadlock"}
+    world.reconcile()
+    world.reconcile()
+    assert (world.status["attempt"], world.find_condition("Created")["reason"]) == (1, "Refused")
+    assert world.plan().requeue == 60
+    world.wait(60)
+    world.reconcile()
+    world.start_ranks()
+    status = world.status
+    assert (status["attempt"], status["restarts"], status["phase"]) == (2, 0, "Running")
+    assert status["firstFailure"]["reason"] == "AvoidedNodeNeeded"
+    assert "refused for 60 s (values[0]: Invalid value)" in status["firstFailure"]["message"]
+    assert not world.violations
+
+
+def test_pods_that_are_refused_for_another_reason_begin_one_attempt() -> None:
+    world = RefusingCluster(build_job())
+    world.refused_word = ""
+    world.node_faults = {"node-b": "KernelDeadlock"}
+    for _ in range(10):
+        world.reconcile()
+        world.wait(60)
+    assert (world.status["attempt"], world.find_condition("Created")["reason"]) == (2, "Refused")
 
 
 def test_waiting_for_the_avoided_nodes_does_not_count_against_max_disruptions() -> None:

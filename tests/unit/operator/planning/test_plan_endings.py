@@ -95,6 +95,58 @@ def test_a_launcher_that_ends_well_while_the_job_is_being_suspended_has_succeede
     assert world.find_condition("Suspended")["status"] == "False"
 
 
+@pytest.mark.parametrize("spec", [{"workers": "many"}, {"template": "x"}])
+def test_a_success_under_an_invalid_spec_is_stored(spec: dict[str, Any]) -> None:
+    world = start_running_job(runPolicy={"ttlSecondsAfterFinished": 600})
+    world.edit(**spec)
+    world.reconcile()
+    assert (world.status["phase"], world.find_condition("Failed")["reason"]) == ("Failed", "InvalidSpec")
+    world.end_launcher(0)
+    world.delete("Pod", LAUNCHER, world.pods[LAUNCHER].uid)
+    world.run()
+    world.reconcile()
+    assert (world.status["phase"], world.find_condition("Failed")["status"]) == ("Succeeded", "False")
+    assert world.status["workersReady"] == "2/2"
+    assert not [name for name, pod in world.pods.items() if pod.has_finalizer]
+    world.wait(599)
+    world.reconcile()
+    assert world.job is not None
+    assert world.status["phase"] == "Succeeded"
+    world.wait(1)
+    world.reconcile()
+    assert world.job is None
+
+
+@pytest.mark.parametrize("status_lost", [False, True])
+def test_an_invalid_spec_holds_no_launcher_that_is_deleted_and_has_ended(status_lost: bool) -> None:
+    """A drain waits until the pod is gone. `status_lost`: no accepted spec is known."""
+    world = start_running_job()
+    world.edit(workers="many")
+    world.reconcile()
+    if status_lost and world.job is not None:
+        world.job["status"] = {}
+    world.delete("Pod", LAUNCHER, world.pods[LAUNCHER].uid)
+    assert world.reconcile().requeue == 35, "the launcher may report its end within its grace period"
+    assert world.pods[LAUNCHER].has_finalizer
+    world.run()
+    world.reconcile()
+    assert LAUNCHER not in world.pods
+    world.edit(workers=2)
+    world.start_ranks()
+    assert world.status["phase"] == "Running"
+
+
+def test_a_failure_under_an_invalid_spec_is_found_when_the_spec_is_valid_again() -> None:
+    world = start_running_job()
+    world.edit(workers="many")
+    world.end_launcher(1, RANK_FAILED)
+    world.reconcile()
+    assert world.pods[LAUNCHER].has_finalizer, "nobody deletes the pod"
+    world.edit(workers=2)
+    world.reconcile()
+    assert (world.status["firstFailure"]["rank"], world.status["restarts"]) == (3, 1)
+
+
 # Sidecars.
 
 

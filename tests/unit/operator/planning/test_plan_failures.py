@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from simulated_cluster import SimulatedCluster, start_running_job
 from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 
+from topkube.job.status import MOST_LOST_WORKERS
 from topkube_operator.model.observed import Container, Pod, Policy
 
 WORKER = "train-worker-1-1-uid-1"
@@ -167,6 +170,58 @@ def test_workers_that_do_not_call_are_named() -> None:
     assert (failure["reason"], failure["pod"]) == ("RendezvousTimeout", "train-worker-1-1-uid-1")
     assert world.status["attempt"] == 2
     assert "train-worker-1-2-uid-1" in world.pods
+
+
+def _let_workers_be_missing(world: SimulatedCluster, count: int) -> None:
+    world.reconcile()
+    world.schedule()
+    world.run()
+    world.wait(700)
+    world.report_state("Waiting", missing=tuple(range(1, 1 + count)))
+
+
+def _block_workers(world: SimulatedCluster, count: int) -> None:
+    world.reconcile()
+    world.schedule()
+    for index in range(1, 1 + count):
+        containers = {"worker": Container(waiting="ImagePullBackOff", image="none:1")}
+        world.change(f"train-worker-{index}-1-uid-1", containers=containers)
+
+
+@pytest.mark.parametrize("writes", range(6))
+@pytest.mark.parametrize("begin", [_let_workers_be_missing, _block_workers])
+def test_a_new_operator_replaces_all_workers_that_the_killed_operator_gave_up(
+    begin: Callable[[SimulatedCluster, int], None], writes: int
+) -> None:
+    rules = [{"action": "Restart", "onReasons": ["ImagePullBackOff"]}]
+    world = SimulatedCluster(build_job(workers=4, runPolicy={"failurePolicy": {"rules": rules}}))
+    begin(world, 2)
+    world.crash_after = writes
+    world.reconcile()
+    world.report_state("Waiting")
+    if world.status["attempt"] == 1:  # killed before it had written the status
+        begin(world, 2)
+    world.start_ranks()
+    assert world.status["lostWorkers"] == [1, 2]
+    assert sorted(name for name, pod in world.pods.items() if pod.deletion is None) == [
+        "train-launcher-2-uid-1",
+        "train-worker-0-1-uid-1",
+        "train-worker-1-2-uid-1",
+        "train-worker-2-2-uid-1",
+        "train-worker-3-1-uid-1",
+    ]
+
+
+def test_the_lost_workers_of_an_attempt_are_bounded_and_forgotten_with_the_next_failure() -> None:
+    world = SimulatedCluster(build_job(workers=300, slotsPerWorker=1))
+    _let_workers_be_missing(world, 290)
+    world.reconcile()
+    assert len(world.status["lostWorkers"]) == MOST_LOST_WORKERS
+    world.start_ranks()
+    assert {pod.attempt for pod in world.pods.values() if pod.deletion is None} == {2}
+    world.end_launcher(1, RANK_FAILED)
+    world.reconcile()
+    assert (world.status["attempt"], "lostWorkers" in world.status) == (3, False)
 
 
 def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_the_deadline() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from hypothesis import given, settings
@@ -141,6 +142,7 @@ def _run_steps(world: SimulatedCluster, steps: Steps) -> None:
             world.wait(200)
             world.start_ranks()
             _check_running(world)
+            _check_released(world)
         if action != "status lost":
             _check_promises(world, before)
 
@@ -153,6 +155,13 @@ def _check_running(world: SimulatedCluster) -> None:
     launcher = world.launcher
     if launcher is not None and launcher.is_active and launcher.node not in world.lost:
         assert len(remaining) <= launcher.workers + (launcher.role == "launcher"), remaining
+
+
+def _check_released(world: SimulatedCluster) -> None:
+    """No finalizer keeps a pod whose grace period has passed: a drain would wait without end."""
+    overdue = world.now - timedelta(seconds=5)
+    held = [name for name, pod in world.pods.items() if pod.has_finalizer and pod.deletion and pod.deletion <= overdue]
+    assert not held
 
 
 def _check_promises(world: SimulatedCluster, before: dict[str, Any]) -> None:

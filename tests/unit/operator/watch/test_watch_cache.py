@@ -14,7 +14,7 @@ from simulated_job import build_job
 
 from topkube.job.cached_dataset import name_cached_dataset
 from topkube.timestamps import format_timestamp
-from topkube_operator.model import names
+from topkube_operator.model import names, nodes
 from topkube_operator.model.observed import Observed, Pod, Policy
 from topkube_operator.watch import known_nodes, removals
 from topkube_operator.watch.owner import Owner
@@ -210,6 +210,8 @@ def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
     failures = [
         {"name": "node-b", "count": 2, "reason": "Error", "lastFailureTime": now},
         {"name": "node-c", "count": 2, "reason": "Error", "lastFailureTime": "2020-01-01T00:00:00Z"},
+        {"name": "node-a", "count": 2, "reason": "Error", "lastFailureTime": "2099-01-01T00:00:00Z"},
+        {"name": "phantom", "count": 3, "reason": "Error", "lastFailureTime": now},
     ]
     cache.put_job(build_stored_job(1, status={"nodeFailures": failures}))
     other = build_stored_job(2, uid="uid-2", status={"nodeFailures": failures})
@@ -218,14 +220,31 @@ def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
     observed = observe(cache)
     assert observed.node_faults == {"node-a": "GpuXidError"}
     assert observed.nodes == 1
-    assert observed.hostnames == {"node-a": "host-a", "node-b": "node-b", "node-c": "node-c"}
+    assert observed.hostnames == {"node-a": "host-a", "node-b": "node-b"}, "of nodes that exist"
     assert [(failure.node, failure.job, failure.count) for failure in observed.node_failures] == [
-        ("node-b", "uid-2", 2)
+        ("node-b", "uid-2", 2),
+        ("phantom", "uid-2", 3),
     ]
     cache.put_node(build_node("node-a", "True"))
     cache.remove_job(("team", "other"), "uid-2")
     observed = observe(cache)
     assert (observed.node_faults, observed.node_failures) == ({}, ())
+
+
+def test_failures_that_count_no_longer_are_not_scanned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many jobs ended long ago, and every plan of every job asks for the failures of the others."""
+    cache, now = WatchCache(), datetime.now(UTC)
+    for number, age in enumerate((0, 30, 61, 9999)):
+        time = format_timestamp(now - timedelta(minutes=age))
+        failures = [{"name": "node-a", "count": 1, "reason": "Error", "lastFailureTime": time}]
+        job = build_stored_job(1, uid=f"uid-of-{number}", status={"nodeFailures": failures})
+        job["metadata"]["name"] = f"job-{number}"
+        cache.put_job(job)
+    kept = cache._jobs._node_failures
+    assert list(kept) == ["uid-of-0", "uid-of-1"]
+    monkeypatch.setattr(nodes, "REMEMBERED", timedelta(minutes=20))
+    assert [failure.job for failure in observe(cache).node_failures] == ["uid-of-0"]
+    assert list(kept) == ["uid-of-0"]
 
 
 def test_one_thread_works_on_a_key_and_a_change_queues_it_again() -> None:

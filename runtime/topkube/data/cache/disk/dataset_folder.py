@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topkube.data.base.file_lock import FileLock
+from topkube.data.base.small_file import read_small_text
 from topkube.data.cache.disk.publication import Fill, ShardPublisher
 from topkube.data.cache.disk.record_log import RecordLog, Records, read_hash, read_key
 from topkube.data.cache.disk.shard_file import compute_digest
@@ -53,7 +54,7 @@ class DatasetFolder:
     def read(cls, tier: DiskTier, name: str) -> DatasetFolder | None:
         """Return the folder with this name; None if it is not the folder of a dataset."""
         try:
-            uri = json.loads((tier.directory / "datasets" / name / "dataset.json").read_text())["uri"]
+            uri = json.loads(read_small_text(tier.directory / "datasets" / name / "dataset.json"))["uri"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return cls(tier, name, str(uri))
@@ -73,7 +74,7 @@ class DatasetFolder:
     def read_summary(self) -> dict[str, Any]:
         """Return the stored summary; empty if there is none."""
         try:
-            summary = json.loads((self.path / _SUMMARY).read_text())
+            summary = json.loads(read_small_text(self.path / _SUMMARY))
         except (OSError, ValueError):
             return {}
         return summary if isinstance(summary, dict) else {}

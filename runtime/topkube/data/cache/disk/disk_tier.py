@@ -29,6 +29,7 @@ import xxhash
 
 from topkube.data.base.file_lock import FileLock
 from topkube.data.base.permissions import set_cache_access
+from topkube.data.base.small_file import read_small_text
 from topkube.data.cache.disk.dataset_folder import DatasetFolder
 from topkube.errors import CacheError
 from topkube.files import write_json
@@ -114,7 +115,7 @@ class DiskTier:
         content or a newer format. `sharing`: the users who may enter the directory (base/permissions.py)."""
         mark = self.directory / _MARK
         try:
-            stored = json.loads(mark.read_text())
+            stored = json.loads(read_small_text(mark))
             stored_format = stored["format"] if stored.get("kind") == "topkube-cache" else None
         except FileNotFoundError:
             other_names = [path.name for path in self.directory.iterdir() if path.name != "lost+found"]
@@ -158,7 +159,7 @@ class DiskTier:
         """Yield the bytes and the file of each reservation."""
         for path in (self.directory / "reservations").iterdir():
             with contextlib.suppress(OSError, ValueError):
-                size, _, part = path.read_text().partition(" ")
+                size, _, part = read_small_text(path).partition(" ")
                 yield int(size), self.directory / part
 
     def count_free_bytes(self) -> int:
@@ -187,7 +188,7 @@ class DiskTier:
     def grow(self, reservation: Reservation, size: int, owner: DatasetFolder) -> None:
         """Increase a reservation to `size` bytes, and remove datasets as `reserve` does. Raises Full."""
         with FileLock(self.directory / "space.lock"):
-            more = size - int(reservation.path.read_text().partition(" ")[0])
+            more = size - int(read_small_text(reservation.path).partition(" ")[0])
             while (reason := self._explain_refusal(more)) is not None:
                 if not self._evict_oldest(owner):
                     raise Full(errno.ENOSPC, reason)
@@ -218,8 +219,8 @@ class DiskTier:
             lock = FileLock(path)
             if not lock.acquire(wait=False):
                 continue
-            with contextlib.suppress(OSError):
-                part = path.read_text().partition(" ")[2]
+            with contextlib.suppress(OSError, ValueError):
+                part = read_small_text(path).partition(" ")[2]
                 if part and ".." not in part.split("/"):
                     (self.directory / part).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
