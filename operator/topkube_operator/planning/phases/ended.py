@@ -66,7 +66,7 @@ def clean_up_job(steps: PlanSteps) -> None:
     draft, completion = steps.draft, steps.draft.completion or steps.now
     ttl = steps.policy.ttl_seconds_after_finished
     if ttl is not None:
-        due = completion + timedelta(seconds=ttl)
+        due = min(completion, steps.now) + timedelta(seconds=ttl)  # a status may hold any time
         if steps.now >= due:
             steps.delete.append(Deletion("TrainingJob", steps.job.name, steps.uid))
             return

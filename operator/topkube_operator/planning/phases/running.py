@@ -44,7 +44,7 @@ def continue_attempt(steps: PlanSteps) -> None:
         ended.complete_job(draft, attempt, verdict)
         return
     if seconds is not None and draft.start is not None:
-        due = draft.start + timedelta(seconds=seconds)
+        due = min(draft.start, steps.now) + timedelta(seconds=seconds)  # a status may hold any time
         if steps.now >= due:
             failure = failures.build_deadline_failure(seconds, attempt, steps.observed)
             ended.fail_job(steps, attempt, failure, "DeadlineExceeded", failure.describe())

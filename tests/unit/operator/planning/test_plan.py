@@ -237,6 +237,18 @@ def test_a_finished_job_is_deleted_after_its_time_to_live() -> None:
     assert world.job is None
 
 
+@pytest.mark.parametrize("name", ["completionTime", "startTime"])
+def test_a_forged_time_in_the_own_status_keeps_no_plan_from_being_made(name: str) -> None:
+    world = start_running_job(runPolicy={"ttlSecondsAfterFinished": 100, "activeDeadlineSeconds": 100})
+    if name == "completionTime":
+        world.end_launcher(0)
+        world.reconcile()
+    world.status[name] = "9999-12-31T23:59:59Z"
+    world.wait(1)
+    world.reconcile()
+    assert world.status["phase"] == ("Succeeded" if name == "completionTime" else "Running")
+
+
 @pytest.mark.parametrize("skew", [-7200.0, 0.0, 7200.0])
 def test_the_time_to_live_follows_the_operators_clock_and_not_a_nodes(skew: float) -> None:
     """The clock of the launcher's node is wrong by `skew` seconds."""
