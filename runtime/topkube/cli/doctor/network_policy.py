@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from topkube.cli.cluster.api import Api, ClusterLocation, build_path, connect, ignore_missing
@@ -69,7 +69,7 @@ class Probe:
         listener = self._create_pod(self._name, ["-c", _LISTEN])
         uid = listener["metadata"]["uid"]
         self._owner = [{"apiVersion": "v1", "kind": "Pod", "name": self._name, "uid": uid}]
-        address = self._await(self._name, "status.podIP")["status"]["podIP"]
+        address = self._await(self._name, lambda status: bool(status.get("podIP")))["podIP"]
         if not self._finds(address, "open"):
             return Check(
                 "network policy",
@@ -99,17 +99,22 @@ class Probe:
         """Return True if a pod finds the port of the listening pod `expected`: open or closed."""
         name = f"{self._name}-{expected}"
         self._create_pod(name, ["-c", _CONNECT, address, str(_PORT), expected])
-        ended = self._await(name, "the end")
-        return bool(ended["status"]["phase"] == "Succeeded")
+        return bool(self._await(name, _has_ended)["phase"] == "Succeeded")
 
-    def _await(self, name: str, what: str) -> dict[str, Any]:
-        """Return the pod when it has an address, or has ended. Raises ClusterError after a while."""
+    def _await(self, name: str, is_reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Return the status of a pod when it is reached. Raises ClusterError after a while, or if the pod ends
+        before."""
         end = time.monotonic() + _WAIT_SECONDS
         while True:
-            pod = self._read(name)
-            status = pod.get("status", {})
-            if status.get("phase") in ("Succeeded", "Failed") or (what == "status.podIP" and status.get("podIP")):
-                return pod
+            status: dict[str, Any] = self._read(name).get("status", {})
+            if is_reached(status):
+                return status
+            if _has_ended(status):
+                raise ClusterError(
+                    f"the pod {name} has ended: {status.get('reason', status['phase'])}",
+                    cause=f"{self._image} has no python3, or the node refused the pod",
+                    next_step="pass --image with an image that has Python",
+                )
             if time.monotonic() > end:
                 raise ClusterError(
                     f"the pod {name} did not start within {_WAIT_SECONDS:g} s",
@@ -161,3 +166,7 @@ class Probe:
     def _describe(self, name: str) -> dict[str, Any]:
         labels = {"app.kubernetes.io/managed-by": "topkube-doctor", "topkube.dev/probe": name}
         return {"name": name, "labels": labels, "ownerReferences": self._owner}
+
+
+def _has_ended(status: Mapping[str, Any]) -> bool:
+    return status.get("phase") in ("Succeeded", "Failed")
