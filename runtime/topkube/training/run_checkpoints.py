@@ -52,11 +52,12 @@ class RunCheckpoints:
         assert settings.checkpoint_directory is not None
         self._world, self._directory = world, settings.checkpoint_directory
         self._model, self._optimizer, self._sampler, self._more = model, optimizer, sampler, more
-        self._optimizers = [optimizer, *(item for item in more.values() if isinstance(item, DistributedOptimizer))]
         self._others = {name: item for name, item in more.items() if isinstance(item, DistributedOptimizer)}
         """Further optimizers, such as that of a GAN's discriminator."""
-        self._steps, self._batches_since = [0] * len(self._optimizers), [0] * len(self._optimizers)
-        """The steps of each optimizer, and the batches since the last of them."""
+        self._optimizers = [optimizer, *self._others.values()]
+        self._steps_asked = [other.turns.steps_asked for other in self._optimizers]
+        self._batches_since = [0] * len(self._optimizers)
+        """The batches since the last step of each optimizer."""
         job = settings.job_uid or settings.job_name
         self._store = CheckpointStore(Path(self._directory), settings.checkpoint_keep, world, job, settings.attempt)
         self.skipped_passes = SkippedPasses(optimizer.inner, more)
@@ -76,8 +77,8 @@ class RunCheckpoints:
 
     @property
     def awaits_step(self) -> bool:
-        """True if gradients accumulate for a later step: a checkpoint does not contain gradients. Those that a batch
-        leaves after its step, such as a generator's loss in the discriminator, are for nobody."""
+        """True if gradients accumulate for a later step: a checkpoint does not contain gradients. No step will
+        use those that a batch leaves after its step, such as a generator's loss leaves in the discriminator."""
         return any(
             optimizer.accumulating or (0 < batches < _MOST_ACCUMULATED and optimizer.awaits_step)
             for optimizer, batches in zip(self._optimizers, self._batches_since, strict=True)
@@ -101,10 +102,10 @@ class RunCheckpoints:
         if is_stage_done:
             self.advance()
         self._is_due = self._is_due or stop or position[0] % self._every == 0
-        for number, optimizer in enumerate(self._optimizers):
-            is_unchanged = self._steps[number] == optimizer.steps
-            self._steps[number] = optimizer.steps
-            self._batches_since[number] = self._batches_since[number] + 1 if is_unchanged else 0
+        before, self._steps_asked = self._steps_asked, [optimizer.turns.steps_asked for optimizer in self._optimizers]
+        for number, steps_asked in enumerate(before):
+            is_stepped = self._steps_asked[number] != steps_asked
+            self._batches_since[number] = 0 if is_stepped else self._batches_since[number] + 1
         if self._is_due and not Stages(self._world).gather([self.awaits_step]).any():
             self.begin(position)
             self._is_due = False

@@ -60,6 +60,8 @@ class UnevenBatches:
         """The batch that was announced last, also after the end of its pass."""
         self._in_force: _Announced | None = None
         """The announced batch by which gradients count; None before and after a pass."""
+        self.steps_asked = 0
+        """The steps that the script has asked for, made or skipped: known without waiting for a device."""
         self._passes = 0
         """The number of passes that `iterate` has begun and not ended: one inside another."""
         self._handed_out: float | None = None
@@ -123,6 +125,7 @@ class UnevenBatches:
     def note_step(self) -> None:
         """Note that the optimizer has made or skipped a step."""
         self._last.was_stepped = True
+        self.steps_asked += 1
 
     @property
     def _sums(self) -> Future[Sums] | None:

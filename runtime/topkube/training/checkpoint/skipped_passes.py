@@ -15,8 +15,8 @@ class SkippedPasses:
     """A check that nothing changes while a script's loop goes through passes that a checkpoint covers. Their batches
     are skipped, but the rest of the loop's body runs: a `scheduler.step()` there would count an epoch twice.
 
-    `optimizer` is torch's, whose learning rates and other options count; `more` are further objects with a
-    `state_dict`.
+    `optimizer` is one whose learning rates and other options count, as do those of optimizers in `more`. Other objects
+    in `more` have a `state_dict`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Any]) -> None:
@@ -41,10 +41,17 @@ class SkippedPasses:
             )
 
     def _digest_states(self) -> dict[str, int]:
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        states = {"the optimizer's options": options}
-        states |= {f"the state of {name}": item.state_dict() for name, item in self._more.items()}
+        states: dict[str, Any] = {"the optimizer's options": _list_options(self._optimizer)}
+        for name, item in self._more.items():
+            if isinstance(item, torch.optim.Optimizer):
+                states[f"the options of {name}"] = _list_options(item)
+            else:
+                states[f"the state of {name}"] = item.state_dict()
         return {name: _digest(state) for name, state in states.items()}
+
+
+def _list_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _digest(state: Any) -> int:

@@ -144,6 +144,28 @@ def case_a_save_waits_for_the_step_that_uses_accumulated_gradients(world: World)
         assert all(torch.equal(a, b) for a, b in zip(train(parts, 16), expected, strict=True))
 
 
+def case_a_resumed_run_saves_only_after_the_step_that_uses_its_gradients(world: World) -> None:
+    x = draw_samples(4)[0]
+
+    def train(directory: str, steps: int) -> None:
+        model = build_network()
+        optimizer = build_optimizer(model)
+        settings = Settings(checkpoint_directory=directory, checkpoint_every=1, checkpoint_keep=20)
+        with topkube.checkpointing(model, optimizer, settings=settings) as run:
+            for batch in run.progress([x] * 16, total=steps):
+                (compute_loss(model, batch, batch[:, :1]) / 4).backward()
+                if (run.step + 1) % 4 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    with make_shared_directory(world) as directory:
+        train(directory, 4)
+        train(directory, 12)
+        world.comm.Barrier()
+        steps = [name.split(".")[0] for name in list_checkpoint_names(directory)]
+        assert steps == ["step-00000004", "step-00000008", "step-00000012"], steps
+
+
 def case_gradients_that_no_step_will_use_delay_no_save(world: World) -> None:
     """A generator's loss leaves gradients in the discriminator, which its script sets to zero before it uses it."""
     generator, critic = build_network(), torch.nn.Linear(1, 1)
