@@ -70,9 +70,19 @@ def build_parts(
 
 
 def follow_choice(parts: OptimizerParts, settings: Settings) -> OptimizerParts:
-    """Return the parts for what `auto` stands for after a step. They are new if the nodes get weights of their own, or
-    equal weights again; the nodes' weights are then averaged. All ranks call this together."""
-    choice = parts.backward.plan.tuning.choice
+    """Return the parts for what `auto` stands for after a step. They are new if the nodes get weights of their own,
+    after a step that sent all residuals, or equal weights again; the nodes' weights are then averaged. All ranks call
+    this together."""
+    tuning, exchange = parts.backward.plan.tuning, parts.backward.exchange
+    if tuning.is_sending_residuals and not exchange.algorithms.uses_residuals:
+        tuning.end_residuals()
+        if any(values.any() for values in exchange.residuals.list_arrays()):
+            warn(
+                f"auto is {tuning.choice} now, and rank {parts.backward.world.rank} drops the parts of gradients that"
+                " parameters which are frozen now had not sent. They are lost if you train these parameters again."
+                " Next: freeze parameters before the first step, or set an algorithm in place of auto."
+            )
+    choice = tuning.choice
     if choice is None or choice.algorithm.in_weights == parts.aggregation.in_weights:
         return parts
     if parts.node_weights is not None:

@@ -4,13 +4,15 @@ At the first exchange all ranks measure their links and memory, agree on the slo
 the cost model that the catalogue declares. After a few steps they compare its prediction with what the steps took. If
 the prediction was wrong by more than 10%, they fit the model to the steps and choose again. A new choice is kept only
 if the steps become faster by 3% (trial.py). If `auto` may compress, and this is predicted to save 3% of the step, they
-try the best algorithm that compresses instead, under the same condition. On GPUs the host does not see how long a stage
-takes: there the ranks do not fit the model. They try the best dense choice of the other transport (NCCL or MPI), and
-then the best algorithm that compresses. With DeAR they only try the best algorithm that compresses. Every decision
-follows from numbers that are the same on all ranks.
+try the best algorithm that compresses gradients instead, under the same condition. On GPUs the host does not see how
+long a stage takes: there the ranks do not fit the model. They try the best dense choice of the other transport (NCCL or
+MPI), and then the best algorithm that compresses. With DeAR they only try the best algorithm that compresses. Every
+decision follows from numbers that are the same on all ranks.
 
-If the best algorithm gives nodes weights of their own (`onebit`), the parts of the optimizer are built again for it
-after the step, and again if the choice returns to a dense algorithm (training/optimizer_parts.py). The Tuning object
+If nodes may have weights of their own (`onebit`), that is tried last, against what won before. Its exchange is shorter,
+but begins only after backward, so predictions of the exchange do not tell which steps are faster. Before the nodes get
+weights of their own, one dense step sends what residuals hold. The parts of the optimizer are then built again, and
+again if the choice returns to an algorithm that exchanges gradients (training/optimizer_parts.py). The Tuning object
 stays the same.
 
 When a rank saves the state, the choice becomes final, so that a run that resumes from the state makes the same steps.
@@ -30,6 +32,7 @@ from typing import Any
 from topkube.algorithms import (
     CHOICES,
     DENSE_WIRE,
+    LEAST_GAIN,
     NODE_WEIGHTS,
     Algorithm,
     BucketSize,
@@ -84,6 +87,12 @@ class Tuning:
         self.measure_device, self.compressed_choices = measure_device, compressed_choices
         self._is_on_device = is_on_device
         self._trial: Trial | None = None
+        self._after_residuals: Choice | None = None
+        """The choice that follows when the present one, which is dense, has sent all residuals."""
+        self._dense: Choice | None = None
+        """The last dense choice."""
+        self._probed: Machines | None = None
+        """The machines as they were measured at the start, not fitted."""
         self._is_settled = self._must_repeat = False
         self._times = StepTimes()
 
@@ -112,7 +121,7 @@ class Tuning:
         """Measure the machines if it was not done yet for this world. All ranks call this together."""
         if self.machines is not None or self._world.nodes == 1:
             return
-        self.machines = agree_on_machines(self._world, self._agreement, self.measure_device)
+        self.machines = self._probed = agree_on_machines(self._world, self._agreement, self.measure_device)
 
     def choose(self, buckets: Sequence[BucketSize]) -> None:
         """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. If only a later
@@ -130,7 +139,7 @@ class Tuning:
         if is_same:
             return
         self.choice, self.summary, self.measured = None, "", None
-        self._trial, self._is_settled = None, self._must_repeat
+        self._trial, self._after_residuals, self._is_settled = None, None, self._must_repeat
         self._times.restart()
         if self.machines is not None:
             self._choose_from_measurements(buckets)
@@ -138,8 +147,7 @@ class Tuning:
     def _choose_from_measurements(self, buckets: Sequence[BucketSize]) -> None:
         if self._aggregation.algorithm in CHOICES:
             ranked = self._rank(buckets)
-            fastest = next(choice for choice in ranked if not choice.algorithm.compresses)
-            self._adopt(fastest, _FROM_MEASUREMENTS, ranked)
+            self._adopt(_find_dense(ranked), _FROM_MEASUREMENTS, ranked)
 
     # ---- the first steps
 
@@ -154,7 +162,18 @@ class Tuning:
         self._is_settled = True
         if self._trial is not None and self.choice is not None:
             self._trial = None
-            self._adopt(self.choice, "kept: a state was saved during a trial")
+            self._adopt(self._after_residuals or self.choice, "kept: a state was saved during a trial")
+
+    @property
+    def is_sending_residuals(self) -> bool:
+        """True if the present choice is dense for one step, which sends residuals before nodes get their own
+        weights."""
+        return self._after_residuals is not None
+
+    def end_residuals(self) -> None:
+        """Note that no residual is left. All ranks call this between the same two steps."""
+        if self._after_residuals is not None:
+            self.choice, self._after_residuals = self._after_residuals, None
 
     @property
     def is_settled(self) -> bool:
@@ -165,7 +184,9 @@ class Tuning:
         """Note that the exchange of a step ended at `now` (seconds). `is_changing` is True, on all ranks, if it was not
         yet that of the choice. After the last counted step, on all ranks the same step, return what this rank measured
         for `decide`; before that, return None."""
-        return None if self.is_settled else self._times.note_step(now, is_changing)
+        if self.is_settled or self.is_sending_residuals:
+            return None
+        return self._times.note_step(now, is_changing)
 
     def decide(self, agreed: Sequence[float], buckets: Sequence[BucketSize]) -> bool:
         """Compare the prediction with the measurement of all ranks: the largest of each number that `note_step`
@@ -213,20 +234,31 @@ class Tuning:
         return False
 
     def _try_to_compress(self, measured: Measurement, present: Choice, ranked: Sequence[Choice]) -> bool:
-        """Begin the trial of the best choice that compresses, if it is predicted to save enough of the step. Return
-        True if the trial begins. `present` is the choice in force; the predictions of `ranked` are compared. If several
-        choices are about as fast, the one that changes values least is tried."""
+        """Begin the trial of the best choice that compresses gradients, if it is predicted to save enough of the step,
+        or else of weights of nodes. Return True if the trial begins. `present` is the choice in force; the predictions
+        of `ranked` are compared. If several choices are about as fast, the one that changes values least is tried."""
         assert self.machines is not None
-        compressed = {choice.algorithm: choice for choice in ranked if choice.algorithm.compresses}
         if present.algorithm.compresses:
             return False
-        algorithms = [algorithm for algorithm in self.compressed_choices if algorithm in compressed]
+        compressed = {choice.algorithm: choice for choice in ranked if choice.algorithm.compresses}
+        algorithms = [a for a in self.compressed_choices if a in compressed and not a.in_weights]
         times = [compressed[algorithm].seconds for algorithm in algorithms]
         found = find_least_change(algorithms, times, find_same(ranked, present).seconds, measured.step)
+        earlier = Side(present, self.machines, [measured])
         if found is None:
+            return self._try_weights(earlier, ranked)
+        self._try(compressed[found], earlier, f"on trial against {present.algorithm.name}", ranked)
+        return True
+
+    def _try_weights(self, earlier: Side, ranked: Sequence[Choice]) -> bool:
+        """Begin the trial of weights of nodes against an earlier choice, if nodes may have them and their exchange is
+        predicted to be shorter by enough of the step. Return True if the trial begins."""
+        weights = next((choice for choice in ranked if choice.algorithm.in_weights), None)
+        if weights is None or weights.algorithm not in self.compressed_choices:
             return False
-        best = compressed[found]
-        self._try(best, Side(present, self.machines, [measured]), f"on trial against {present.algorithm.name}", ranked)
+        if find_same(ranked, earlier.choice).seconds - weights.seconds < LEAST_GAIN * earlier.step:
+            return False
+        self._try(weights, earlier, f"on trial against {earlier.choice.algorithm.name}", ranked)
         return True
 
     def _try_on_device(self, measured: Measurement, present: Choice, ranked: Sequence[Choice]) -> bool:
@@ -255,8 +287,7 @@ class Tuning:
 
     def _go_on(self, trial: Trial, measured: Measurement, buckets: Sequence[BucketSize]) -> bool:
         """Add the measurement of the side in force to the trial. If the trial is not decided, measure the other side.
-        Otherwise keep the choice that won. On GPUs, a trial of a choice that compresses may follow. Return True if the
-        choice changes."""
+        Otherwise keep the choice that won; another trial may follow. Return True if the choice changes."""
         measured_side = trial.in_force
         measured_side.measured.append(measured)
         is_faster = trial.judge()
@@ -270,11 +301,20 @@ class Tuning:
         self.machines, self.measured = winner.machines, winner.measured[-1]
         comparison = f"{trial.tried.step * 1e3:.3g} ms per step, {trial.earlier.step * 1e3:.3g} ms before"
         self._adopt(winner.choice, f"kept: {comparison}" if is_faster else f"restored after a trial: {comparison}")
-        tried_transport = self._is_on_device and not trial.tried.choice.algorithm.compresses
-        if tried_transport and self._try_to_compress(winner.measured[-1], winner.choice, self._rank(buckets)):
+        if self._try_next(trial.tried.choice.algorithm, winner, buckets):
             return True
         self.settle()
         return winner is not measured_side
+
+    def _try_next(self, tried: Algorithm, winner: Side, buckets: Sequence[BucketSize]) -> bool:
+        """Begin the trial that follows that of an algorithm, which `winner` has won. Return True if there is one."""
+        if tried.in_weights:
+            return False
+        if tried.compresses:
+            # Fitted memory can be far too slow, as in _fit_and_choose.
+            rankings = (self._rank(buckets, machines) for machines in (self.machines, self._probed))
+            return any(self._try_weights(winner, ranked) for ranked in rankings)
+        return self._is_on_device and self._try_to_compress(winner.measured[-1], winner.choice, self._rank(buckets))
 
     def _rank(self, buckets: Sequence[BucketSize], machines: Machines | None = None) -> list[Choice]:
         """Return the possible choices, the fastest first, on `machines` or the present machines."""
@@ -286,11 +326,12 @@ class Tuning:
         )
 
     def _adopt(self, choice: Choice, reason: str, others: Sequence[Choice] = ()) -> None:
-        """Use the choice from now on. With a run directory, rank 0 prints it with its reason and the predictions for
+        """Use the choice from now on; if nodes then have their own weights, only after a dense step that sends the
+        residuals of the present choice. With a run directory, rank 0 prints it with its reason and the predictions for
         `others`."""
         machines, name = self.machines, self._aggregation.algorithm
         assert machines is not None
-        self.choice = choice
+        self._put_in_force(choice)
         self.summary = (
             f"{name} is {choice} per step, {reason}; link {machines.link * 8 / 1e9:.3g} Gbit/s, latency"
             f" {machines.latency * 1e6:.3g} us, memory {machines.memory / 1e9:.3g} GB/s"
@@ -299,6 +340,18 @@ class Tuning:
             rest = ", ".join(str(other) for other in others if not is_same(other, choice))
             more = f"; predicted for others: {rest}" if rest else ""
             print(f"topkube: {self.summary}{more}", file=sys.stderr, flush=True)
+
+    def _put_in_force(self, choice: Choice) -> None:
+        before = self.choice
+        if not choice.algorithm.compresses:
+            self._dense = choice
+        if choice is self._after_residuals:
+            return
+        keeps_residuals = before is not None and before.algorithm.residual is not None
+        if before is not None and keeps_residuals and choice.algorithm.in_weights > before.algorithm.in_weights:
+            self.choice, self._after_residuals = self._dense, choice
+        else:
+            self.choice, self._after_residuals = choice, None
 
     # ---- checkpoints
 
@@ -312,7 +365,8 @@ class Tuning:
             "machines": dataclasses.asdict(self.machines),
             "algorithm": choice.algorithm.name if choice is not None else None,
             "dense_wire": choice.dense_wire if choice is not None else None,
-            "seconds": [choice.between, choice.inside, choice.seconds] if choice is not None else None,
+            "seconds": _list_numbers(choice)[1:] if choice is not None else None,
+            "after_residuals": _list_numbers(after) if (after := self._after_residuals) is not None else None,
             "summary": self.summary,
         }
 
@@ -320,7 +374,7 @@ class Tuning:
         """Keep what was saved. If the job or the number of nodes and ranks has changed since, or if nothing was saved,
         the ranks measure and choose again. The stage of the saved step must be in force."""
         self.choice, self.machines, self.summary, self.measured = None, None, "", None
-        self._trial, self._is_settled, self._must_repeat = None, False, False
+        self._trial, self._after_residuals, self._is_settled, self._must_repeat = None, None, False, False
         self._times.restart()
         if state is None or state["settings"] != self._describe_job():
             return
@@ -336,6 +390,9 @@ class Tuning:
                 return
             between, inside, seconds = state["seconds"]
             self.choice = dataclasses.replace(choice, between=between, inside=inside, seconds=seconds)
+            name, *numbers = state.get("after_residuals") or [None]  # older states do not have it
+            after = next((a for a in self.compressed_choices if a.name == name), None)
+            self._after_residuals = Choice(after, DENSE_WIRE.default, *numbers) if after is not None else None
         self.machines, self.summary = machines, state["summary"]
         self.note_saved()
 
@@ -352,6 +409,16 @@ class Tuning:
         """Return the settings on which the choices of a job depend."""
         node_weights = [] if self._job.node_weights == NODE_WEIGHTS.default else [self._job.node_weights]
         return [*self._job.algorithms, self._job.dense_wire, *node_weights]
+
+
+def _find_dense(ranked: Sequence[Choice]) -> Choice:
+    """Return the first choice that does not compress."""
+    return next(choice for choice in ranked if not choice.algorithm.compresses)
+
+
+def _list_numbers(choice: Choice) -> list[Any]:
+    """Return the name of the algorithm and the predicted seconds: between nodes, inside the node, in all."""
+    return [choice.algorithm.name, choice.between, choice.inside, choice.seconds]
 
 
 def find_saved_algorithm(state: Mapping[str, Any] | None) -> Algorithm | None:
