@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections import Counter
 from typing import Any
 
@@ -30,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("thorough"):
         os.environ["TEST_THOROUGHLY"] = "1"  # before modules of tests are imported, here and in xdist's processes
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in a script's background job (&). The processes that tests start would ignore Ctrl-C too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _WORLD = re.compile(r"(tests/mpi/[^\[]+\[(?:mpich|openmpi)-[0-9+]+)-")
