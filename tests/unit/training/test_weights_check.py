@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.exchange.step import weights_check
+from topkube.training.exchange.step import checksums, weights_check
 from topkube.training.exchange.step.weights_check import WeightsCheck
 
 
@@ -28,13 +28,13 @@ class SimulatedAgreement:
         return np.maximum(values, self._other_numbers[len(self.sent) - 1])
 
 
-@pytest.mark.parametrize("length", [3, 4096, 5000])
+@pytest.mark.parametrize("length", [3, 4093, 5000])
 def test_a_difference_in_the_last_bit_of_the_last_value_names_the_parameter(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, checksums are sums: they may differ in their lowest bits only."""
     monkeypatch.setattr(
-        weights_check, "_compute_checksums", lambda tensors: [int(weights_check._sum_bits(t)) % 2**64 for t in tensors]
+        weights_check, "_compute_checksums", lambda tensors: [int(s) % 2**64 for s in checksums.sum_bits(tensors)]
     )
     checks = []
     for last in (1.0, float(np.nextafter(np.float32(1), np.float32(2)))):
@@ -48,3 +48,15 @@ def test_a_difference_in_the_last_bit_of_the_last_value_names_the_parameter(
     difference = checks[0].describe_difference(own, digests[0], False)
     assert "rank 1" in difference
     assert "layer.weight differs" in difference
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8], ids=str)
+def test_sums_of_bits_change_if_values_change_places(dtype: torch.dtype) -> None:
+    values = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)).mul(50).to(dtype)
+    swapped, small = values.clone(), values[0, :7]
+    swapped[[3, 60]] = swapped[[60, 3]]
+    changed = [values.flip(0), values.flip(1), values.t(), values[torch.arange(64).roll(1)], swapped, values.roll(1, 1)]
+    sums = checksums.sum_bits([values, *changed, small, small.flip(0), values[:0]]).tolist()
+    assert len(set(sums)) == len(sums)
+    assert sums[0] == checksums.sum_bits([values.clone()]).tolist()[0]
+    assert sums[-1] == 0

@@ -23,7 +23,13 @@ import torch
 
 from topkube.errors import ArgumentError, TrainingError
 from topkube.training.optimizers.layerwise import evaluate_closure
-from topkube.training.optimizers.tensor_changes import Checksum, Snapshot, compute_checksum, find_changed
+from topkube.training.optimizers.tensor_changes import (
+    Checksum,
+    Snapshot,
+    compute_checksum,
+    compute_checksums,
+    find_changed,
+)
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -173,9 +179,10 @@ class MasterWeights(OptimizerWrapper):
             assert pair.parameter.grad is not None
             if pair.master.grad is None:
                 pair.master.grad = torch.empty_like(pair.master)
-            pair.taken = Snapshot(pair.parameter.grad)
             gradients.append(pair.parameter.grad)
             copies.append(pair.master.grad)
+        for pair, gradient, checksum in zip(copied, gradients, compute_checksums(gradients), strict=True):
+            pair.taken = Snapshot(gradient, checksum)
         torch._foreach_copy_(copies, gradients)
         return copied
 
@@ -191,7 +198,7 @@ class MasterWeights(OptimizerWrapper):
             and not written[number]
             and (also_used or pair.norm is not None)
         ]
-        changed = find_changed((gradient, checksum) for _, gradient, checksum in compared)
+        changed = find_changed([(gradient, checksum) for _, gradient, checksum in compared])
         for (number, _, _), is_changed in zip(compared, changed, strict=True):
             written[number] = is_changed
         return written
@@ -201,15 +208,16 @@ class MasterWeights(OptimizerWrapper):
         """Write the masters into the model, rounded to nearest even."""
         if self._pairs:
             torch._foreach_copy_([pair.parameter for pair in self._pairs], [pair.master for pair in self._pairs])
-        for pair in self._pairs:
-            pair.written = compute_checksum(pair.parameter)
+        checksums = compute_checksums([pair.parameter for pair in self._pairs])
+        for pair, checksum in zip(self._pairs, checksums, strict=True):
+            pair.written = checksum
 
     @torch.no_grad()
     def take_weights(self) -> None:
         """Copy weights that something other than `step()` wrote into the model, such as a broadcast, a loaded state
         dict or a clamp, to the masters. Elements that still equal the rounded master keep the precision of the
         master."""
-        changed = find_changed((pair.parameter, pair.written) for pair in self._pairs)
+        changed = find_changed([(pair.parameter, pair.written) for pair in self._pairs])
         for pair, is_changed in zip(self._pairs, changed, strict=True):
             if is_changed:
                 # The script may have moved the model to a device after the optimizer was wrapped.

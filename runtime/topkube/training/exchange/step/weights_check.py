@@ -7,18 +7,15 @@ only some ranks make, the weights differ while the losses look plausible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import xxhash
 
 from topkube.errors import TrainingError
 from topkube.training.exchange.buckets.parameter import Parameter, view_real
+from topkube.training.exchange.step.checksums import hash_bytes, sum_bits
 from topkube.training.ranks.agreement import Agreement, find_differing_ranks, name_ranks
 from topkube.training.reporting.warning import warn
-
-_PRIME = 1_000_003
-"""The factor of the sum of whole rows, so that this sum and the sum of the remaining values do not cancel out."""
 
 
 class WeightsCheck:
@@ -85,30 +82,10 @@ class WeightsCheck:
 def _compute_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return a 64-bit checksum of each tensor. They are computed on the device, with one wait for the results."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        sums = [_sum_bits(tensor) for tensor in tensors]
-        return [int(checksum) % 2**64 for checksum in torch.stack(sums).tolist()]
-    return [xxhash.xxh3_64_intdigest(view_bytes(tensor)) for tensor in tensors]
+        return [int(checksum) % 2**64 for checksum in sum_bits(tensors).tolist()]
+    return [hash_bytes(tensor) for tensor in tensors]
 
 
 def _hash(data: bytes) -> float:
     """Return a hash of 53 bits, which float64 represents exactly. All bits of `data` change it, also its lowest."""
     return float(xxhash.xxh3_64_intdigest(data) >> 11)
-
-
-def view_bytes(tensor: torch.Tensor) -> Any:
-    """Return the bytes of a tensor in host memory as an array."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _sum_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the tensor's bits as integers, in up to 4,096 columns with a weight per column: a swap of two
-    values in different columns changes it. The values after the last whole row count without a weight."""
-    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().reshape(-1).view(width)
-    if bits.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    columns = min(bits.numel(), 4096)
-    whole = bits.numel() // columns * columns
-    by_column = bits[:whole].view(-1, columns).sum(0, dtype=torch.int64)
-    weights = torch.arange(1, columns + 1, device=tensor.device, dtype=torch.int64)
-    return (by_column * weights).sum() * _PRIME + bits[whole:].sum(dtype=torch.int64)
