@@ -128,6 +128,12 @@ def read_network_devices(environment: Mapping[str, str] | None = None) -> list[s
     return [name for name in environment.get("UCX_NET_DEVICES", "").split(",") if name]
 
 
+def read_visible_gpus(environment: Mapping[str, str] | None = None) -> str:
+    """Return CUDA_VISIBLE_DEVICES, which limits and numbers the GPUs of this process; "" if it is not set."""
+    environment = os.environ if environment is None else environment
+    return environment.get("CUDA_VISIBLE_DEVICES", "")
+
+
 def choose_gloo_device(name: str) -> None:
     """Have gloo listen on the network device called `name`, unless GLOO_SOCKET_IFNAME names another. Otherwise gloo
     listens at the address of the host name, which is a loopback address on many machines."""

@@ -142,7 +142,10 @@ class Residual:
 
 
 def _allocate_zeros(length: int, device: Any) -> Any:
-    return np.zeros(length, np.float32) if device is None else _import_torch().zeros(length, device=device)
+    if device is None:
+        return np.zeros(length, np.float32)
+    torch = _import_torch()
+    return torch.zeros(length, dtype=torch.float32, device=device)  # a script may have set another default dtype
 
 
 def _import_torch() -> Any:

@@ -220,6 +220,52 @@ def case_hosts_decide_while_messages_pass_through_their_memory(world: World) -> 
         optimizer.unwrap()
 
 
+def case_residuals_of_frozen_parameters_wait(world: World) -> None:
+    """The second half of an exchange in two stages changes residuals when the messages of the first have come."""
+    for name in ("int8", "int3", "hitopk"):
+        shapes = {"trained": (64, 64), "frozen": (64, 64)}
+        weights = {key: torch.nn.Parameter(torch.zeros(shape)) for key, shape in shapes.items()}
+        optimizer = topkube.DistributedOptimizer(
+            torch.optim.SGD(weights.values(), lr=0.1), weights.items(), aggregation=name, density=0.1, warmup_steps=0,
+            settings=Settings(node_exchange="torch"),
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(5 + world.rank)
+        residuals = []
+        for step in range(5):
+            weights["frozen"].requires_grad_(step < 2)
+            terms = [(w * torch.randn(w.shape, generator=generator)).sum() for w in weights.values() if w.requires_grad]
+            torch.stack(terms).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            residuals.append(optimizer._backward.exchange.residuals.save().get("frozen", []))
+        for values in zip(*residuals[1:], strict=True):
+            assert all(first == values[0][0] and torch.equal(v, values[0][1]) for first, v in values), name
+        assert world.nodes == 1 or any(v.any() for _, v in residuals[1]) or not residuals[1], name
+        optimizer.unwrap()
+
+
+def case_residuals_are_float32_whatever_the_default_dtype_is(world: World) -> None:
+    default = torch.get_default_dtype()
+    try:
+        for dtype, name in ((torch.bfloat16, "hitopk"), (torch.float64, "int8")):
+            torch.set_default_dtype(torch.float32)
+            model = build_network()
+            torch.set_default_dtype(dtype)
+            optimizer = build_optimizer(
+                model, build_plain_sgd, aggregation=name, settings=Settings(node_exchange="torch"), warmup_steps=0
+            )
+            for _ in range(2):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.synchronize()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(values.dtype == torch.float32 for values in optimizer._backward.exchange.residuals.list_arrays())
+            optimizer.unwrap()
+    finally:
+        torch.set_default_dtype(default)
+
+
 class _LateOnRank0(torch.autograd.Function):
     """Delay backward on rank 0, so that the other ranks exchange earlier."""
 

@@ -266,6 +266,17 @@ def test_a_foreign_file_with_a_valid_checksum_is_damage(tmp_path: Path) -> None:
             read_state(path, digest)
 
 
+def test_copies_are_in_host_memory_whatever_the_default_device_is(tmp_path: Path) -> None:
+    """A script may call torch.set_default_device("cuda"). Here meta, which has no values, is that device."""
+    from topkube.training.checkpoint.host_copies import HostCopies
+
+    weight = torch.arange(300.0)
+    with torch.device("meta"), HostCopies().take() as copy:
+        state = encode({"weight": weight}, copy)
+        written = write_state(tmp_path / "a.pt", state)
+    assert torch.equal(read_state(tmp_path / "a.pt", written)["weight"], weight)
+
+
 def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path) -> None:
     from topkube.training.checkpoint.host_copies import HostCopies
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
+from topkube.collectives.device.memory import list_parts
 from topkube.training.batches import device_batches
 from topkube.training.batches.device_batches import begin_batches, is_prepared_elsewhere, map_tensors
 from topkube.training.batches.samples import SampleCounter
@@ -109,3 +110,12 @@ def test_tensors_are_found_in_every_kind_of_batch() -> None:
     assert changed["d"].batch_sizes is packed.batch_sizes
     assert x.tolist() == [1, 1], "the loader's own batch stays as it is"
     assert batch["b"]["c"].x is x  # type: ignore[index]
+
+
+def test_the_memory_of_a_sparse_batch_is_kept_until_it_is_used() -> None:
+    """torch has no `record_stream` for sparse tensors: their parts are recorded."""
+    dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    for tensor in (dense, dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsr((1, 1))):
+        parts = list_parts(tensor)
+        assert all(part.layout is torch.strided for part in parts)
+        assert len(parts) == {torch.strided: 1, torch.sparse_coo: 2}.get(tensor.layout, 3)

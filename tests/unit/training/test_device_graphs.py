@@ -10,6 +10,7 @@ import torch
 
 import topkube
 from topkube.collectives.device import graphs as graphs_module
+from topkube.errors import DeviceError
 from topkube.settings import Settings
 from unit.training.fake_graphs import FakeGraphs
 from unit.training.fake_streams import Streams, simulate_device
@@ -112,6 +113,18 @@ def test_a_graph_that_cannot_be_recorded_is_reported_once(
     assert len(reports) == 1
     assert "RuntimeError: operation not permitted when stream is capturing" in reports[0]
     assert not graphs.replayed
+
+
+def test_a_recording_that_cannot_end_is_an_error() -> None:
+    """torch goes on as if it recorded: it would never free memory again."""
+
+    class BrokenGraph:
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for failure, shown in ((None, "a previous error during capture"), (ValueError("no .item() here"), "no .item")):
+        with pytest.raises(DeviceError, match=rf"{shown}.*TOPKUBE_DEVICE_GRAPHS=0"):
+            graphs_module._end_capture(BrokenGraph(), failure)
 
 
 def test_memory_that_changes_in_every_step_ends_the_recording(

@@ -18,11 +18,12 @@ from topkube import mpi_exit
 from topkube.collectives.device import node_group as node_group_module
 from topkube.collectives.device import spanning_group
 from topkube.collectives.device.node_group import find_node_group, refuse_mig
+from topkube.collectives.device.rank_group import identify_gpu
 from topkube.errors import ArgumentError, DeviceError
 from topkube.processors import bind_near_pci, find_processors_near_pci
 from topkube.settings import Settings
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.exchange.reduction.devices import find_exchange_device, find_gpu
+from topkube.training.exchange.reduction.devices import _format_pci_address, find_exchange_device, find_gpu
 from topkube.world import World
 
 
@@ -59,6 +60,18 @@ def test_a_rank_is_bound_to_the_processors_near_its_gpu(tmp_path: Path) -> None:
         assert os.sched_getaffinity(0) == {first}
     finally:
         os.sched_setaffinity(0, affinity)
+
+
+def test_gpus_are_told_apart_without_what_older_versions_of_torch_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, new = SimpleNamespace(index=0), SimpleNamespace(index=1), SimpleNamespace(uuid="GPU-1")
+    names = {identify_gpu(SimpleNamespace(), first), identify_gpu(SimpleNamespace(), second), identify_gpu(new, first)}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    names.add(identify_gpu(SimpleNamespace(), first))
+    assert len(names) == 4
+    assert "GPU-1" in names
+    assert _format_pci_address(SimpleNamespace()) is None
+    address = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    assert _format_pci_address(address) == "0000:3b:00.0"
 
 
 def test_parts_of_a_gpu_and_sharded_parameters_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import topkube
+from topkube.algorithms import Stage
 from unit.training.fake_streams import FakeStream, Streams, simulate_device
 
 
@@ -101,3 +102,14 @@ def test_the_fake_allocator_finds_memory_that_is_freed_too_early() -> None:
         assert streams.hazards == ["ones of first was freed while second used it"]
         y += 1
     assert streams.hazards[1:] == ["add_ in first does not wait for second: add"]
+
+
+def test_one_gpu_sends_residuals_in_the_stream_of_the_exchange(streams: Streams) -> None:
+    """The first dense step of a schedule adds what was not sent before, also in a world of one rank."""
+    weights = [torch.nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    optimizer = build_optimizer(*weights, schedule=[Stage(3, "dense")])
+    for _ in range(5):
+        sum((weight * torch.randn(64, 64)).sum() for weight in weights).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not streams.hazards

@@ -17,6 +17,7 @@ from typing import Any
 from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.device.memory import DeviceMemory
 from topkube.collectives.shard import Shard
+from topkube.errors import DeviceError
 
 MOST_GRAPHS = 512
 """The most pieces of work that are remembered. If as many in a row are new, work does not repeat, and recording
@@ -82,19 +83,24 @@ class WorkGraphs:
         return work(dataclasses.replace(shard, scratch=note))
 
     def _record(self, seen: _Work, shard: Shard, work: Callable[[Shard], Any]) -> bool:
-        """Record the work without running it. Return False if that failed: nothing has run then."""
-        recorded = dataclasses.replace(shard, finite=[])
+        """Record the work without running it. Return False if that failed: nothing has run then. Raises DeviceError if
+        CUDA cannot end the recording: torch goes on as if it recorded, and never frees memory again."""
+        recorded, failure = dataclasses.replace(shard, finite=[]), None
         try:
             self._pool = self._pool or self._cuda.graph_pool_handle()
             graph = self._cuda.CUDAGraph()
             # Other threads may allocate and wait meanwhile: the script's backward runs, and NCCL's watchdog.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except Exception as error:
+            failure = error
+        else:
             try:
                 seen.result = work(recorded)
-            finally:
-                graph.capture_end()
-        except Exception as error:  # an error of the work itself is raised when it runs as usual
-            self._stop(f"a CUDA graph cannot record them ({type(error).__name__}: {error})")
+            except Exception as error:  # an error of the work itself is raised when it runs as usual
+                failure = error
+            _end_capture(graph, failure)
+        if failure is not None:
+            self._stop(f"a CUDA graph cannot record them ({type(failure).__name__}: {failure})")
             return False
         seen.graph, seen.flags = graph, recorded.finite
         self.recorded += 1
@@ -109,6 +115,18 @@ class WorkGraphs:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _end_capture(graph: Any, failure: Exception | None) -> None:
+    """End the recording of a graph, whose work ended with `failure`."""
+    try:
+        graph.capture_end()
+    except Exception as error:
+        raise DeviceError(
+            f"CUDA could not end the recording of a graph: {failure or error}",
+            cause="the work of the algorithm waits for the device, although its class says is_repeatable",
+            next_step="set TOPKUBE_DEVICE_GRAPHS=0, or is_repeatable = False in the class of the algorithm",
+        ) from error
 
 
 def describe_work(all_reduce: ShardAllReduce, shard: Shard) -> tuple[Hashable, ...]:

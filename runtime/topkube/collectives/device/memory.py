@@ -101,13 +101,13 @@ class DeviceMemory:
         """Keep the memory of a tensor of another stream: after the tensor is freed, the memory is not used again
         before this stream has done the work that it had at that time."""
         if self.is_cuda:
-            _record(tensor, self.stream)
+            record_stream(tensor, self.stream)
 
     def lend(self, tensor: Any, mark: Mark | None) -> None:
         """Keep the memory of a tensor of this stream: after the tensor is freed, the memory is not used again
         before the stream of `mark` has done the work that it had at that time."""
         if mark is not None:
-            _record(tensor, mark.stream)
+            record_stream(tensor, mark.stream)
 
     def mark(self) -> Any:
         """Return a mark at the end of this stream; None without streams."""
@@ -182,10 +182,19 @@ class DeviceMemory:
         )
 
 
-def _record(tensor: Any, stream: Any) -> None:
-    """Note for torch's allocator that `stream` uses the tensor. A sparse tensor has two parts."""
-    if tensor.is_sparse:
-        tensor._indices().record_stream(stream)
-        tensor._values().record_stream(stream)
-    else:
-        tensor.record_stream(stream)
+def record_stream(tensor: Any, stream: Any) -> None:
+    """Note for torch's allocator that `stream` uses the tensor, which may be sparse."""
+    for part in list_parts(tensor):
+        part.record_stream(stream)
+
+
+def list_parts(tensor: Any) -> tuple[Any, ...]:
+    """Return the strided tensors of which a sparse tensor consists; another tensor itself."""
+    layout = str(tensor.layout).removeprefix("torch.")
+    if layout == "sparse_coo":
+        return tensor._indices(), tensor._values()
+    if layout in ("sparse_csr", "sparse_bsr"):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in ("sparse_csc", "sparse_bsc"):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)

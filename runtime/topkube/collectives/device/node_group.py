@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from topkube.collectives.device.rank_group import RankGroup, count_distinct_names, refuse_mig
+from topkube.collectives.device.rank_group import RankGroup, count_gpus, refuse_mig
 from topkube.errors import DeviceError
 from topkube.world import World
 
@@ -39,9 +39,8 @@ class NodeGroup(RankGroup):
         if device.type == "cuda":
             import torch
 
-            properties = torch.cuda.get_device_properties(device)
-            refuse_mig(properties.name)
-            _check_own_gpu(world, properties)
+            refuse_mig(torch.cuda.get_device_properties(device).name)
+            _check_own_gpu(world, device)
         self.meeting_file = Path(_choose_meeting_file(world))
         self._join(lambda: self._distributed.FileStore(str(self.meeting_file), self.size), world.local_rank)
         if not self._is_nccl:  # gloo has made its connections; NCCL makes them in the first exchange
@@ -56,9 +55,9 @@ class NodeGroup(RankGroup):
                 self.meeting_file.parent.rmdir()
 
 
-def _check_own_gpu(world: World, properties: Any) -> None:
+def _check_own_gpu(world: World, device: Any) -> None:
     """Raise DeviceError if two ranks use one GPU: they would wait for each other forever."""
-    gpus = count_distinct_names(world, world.node_comm, str(properties.uuid), "the count of the node's GPUs")
+    gpus = count_gpus(world, world.node_comm, device, "the count of the node's GPUs")
     if gpus < world.local_size:
         raise DeviceError(
             f"the {world.local_size} ranks of node {world.node} share {gpus} GPU(s)",

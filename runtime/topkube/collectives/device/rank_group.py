@@ -8,12 +8,13 @@ torch is imported here on use.
 from __future__ import annotations
 
 import datetime
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from topkube.environment import does_nccl_order_launches
+from topkube.environment import does_nccl_order_launches, read_visible_gpus
 from topkube.errors import ArgumentError, DeviceError
 from topkube.mpi_exit import get_exit_status
 from topkube.world import World
@@ -132,6 +133,24 @@ def count_distinct_names(world: World, comm: Any, name: str, purpose: str) -> in
     all_names = np.empty((comm.size, _NAME_BYTES), np.uint8)
     world.wait([comm.Iallgather(own, all_names)], purpose)
     return len({row.tobytes() for row in all_names})
+
+
+def count_gpus(world: World, comm: Any, device: Any, purpose: str) -> int:
+    """Return how many GPUs the ranks of the MPI communicator `comm` use, with `device` for this rank. All of its ranks
+    call this together. `purpose` names the wait in errors."""
+    import torch
+
+    return count_distinct_names(world, comm, identify_gpu(torch.cuda.get_device_properties(device), device), purpose)
+
+
+def identify_gpu(properties: Any, device: Any) -> str:
+    """Return a name that all processes of a machine give the GPU `device`: its UUID. Before version 2.5, torch does not
+    tell it. Then the name says which GPUs the process sees, and the number of this one: NCCL itself refuses two ranks
+    on one GPU that these names do not show."""
+    known = getattr(properties, "uuid", None)
+    if known is not None:
+        return str(known)
+    return f"{socket.gethostname()} {read_visible_gpus()} {device.index}"
 
 
 def refuse_mig(gpu: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from topkube.algorithms import OWN, Algorithm, Workload
 from topkube.collectives.all_reduce import load
 from topkube.collectives.device.pipeline import DeviceAllReduce
-from topkube.collectives.device.rank_group import count_distinct_names
+from topkube.collectives.device.rank_group import count_gpus
 from topkube.collectives.request import Request
 
 _ELEMENTS = 4 << 20
@@ -63,9 +63,8 @@ def measure_nccl_link(engine: DeviceAllReduce | None) -> float | None:
 
     if not torch.distributed.is_nccl_available():
         return None
-    properties: Any = torch.cuda.get_device_properties(engine.device)
     world = engine.world
-    if count_distinct_names(world, world.comm, str(properties.uuid), "the comparison of GPUs") < world.size:
+    if count_gpus(world, world.comm, engine.device, "the comparison of GPUs") < world.size:
         return None
     return measure_link(engine, next(algorithm for algorithm in OWN if algorithm.needs_gpu))
 

@@ -16,6 +16,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
+from topkube.collectives.device.memory import record_stream
 from topkube.training.batches.samples import SampleCounter
 
 
@@ -86,7 +87,7 @@ def _begin_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _keep_until_used(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
     """Keep the memory of a tensor of the copies' stream until `stream` has used it."""
     if tensor.is_cuda:
-        tensor.record_stream(stream)
+        record_stream(tensor, stream)
     return tensor
 
 

@@ -87,4 +87,5 @@ class HostCopies:
         self._budget -= tensor.numel() * tensor.element_size()
         if self._budget < 0:
             raise NoRoom
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        # A script may have set another default device.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

@@ -98,8 +98,6 @@ class Backward:
         """The indices of the parameters without a bucket whose gradients this backward has produced, in their order."""
         self._untouched: list[Parameter] = []
         """Parameters whose gradients nothing writes before this backward ends."""
-        self._streams: set[int] = set()
-        """The CUDA streams in which gradients arrived."""
         self._first_gradient = 0.0
         self._task = -1
         """The number of the backward pass that reached this optimizer last."""
@@ -203,8 +201,6 @@ class Backward:
         """Note that the gradient `arrived` was accumulated, and hand over its bucket if it is full."""
         if not parameter.tensor.requires_grad:  # frozen after forward: nothing was accumulated, and no bucket waits
             return
-        if parameter.tensor.is_cuda:
-            self._streams.add(torch.cuda.current_stream(parameter.tensor.device).cuda_stream)
         if self.queue.step_trace is not None:
             itemsize = parameter.dtype.itemsize
             self.queue.step_trace.note_gradient(parameter.name, parameter.length, itemsize, parameter.is_always_dense)
@@ -221,8 +217,7 @@ class Backward:
             if parameter.stash is None:  # otherwise it is added to the stash, which the script may have chosen
                 self._untouched.append(parameter)
         elif not bucket.take_in(parameter):
-            # With several streams, one may still read memory to which the host does not refer any more.
-            parameter.copy_shared_gradient(arrived if len(self._streams) <= 1 else None)
+            parameter.copy_shared_gradient(arrived)
         if not current_pass.has_several:  # otherwise ranks agree at the end which optimizers took part
             bucket.waiting -= 1
             if bucket.waiting <= 0:

@@ -57,7 +57,8 @@ class BucketQueue:
             number = next(n for n, planned in enumerate(self._plan.buckets) if planned is bucket)
             algorithm = algorithms.choose(bucket, density, is_warming_up).algorithm.name
             run = self.step_trace.around_exchange(run, number, bucket.length, bucket.dtype.itemsize, algorithm, density)
-        if self._exchange.world.size == 1 and not algorithms.large.compresses:  # nothing to send: no thread is needed
+        is_alone = self._exchange.world.size == 1 and not algorithms.large.compresses
+        if is_alone and not algorithms.drains(bucket):  # nothing to send: no thread is needed
             return communication_thread.make_done(run(bucket, density, is_warming_up))
         # Only residuals need the factor on the loss. It may be on a device, so it is not read here.
         scale = self.loss_scale if algorithms.is_sparse(bucket) else 1.0

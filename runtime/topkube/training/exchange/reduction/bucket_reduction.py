@@ -142,11 +142,15 @@ class BucketReduction:
 
     def _begin_on_device(self, task: ReductionTask) -> None:
         assert self._on_device is not None
-        flat = self._staging.collect(task.bucket)
+        flat, stack = self._staging.collect(task.bucket), ExitStack()
         request = self._build_request(flat, task)
-        with self._set_frozen_aside(task.bucket, request.residual):
-            delivered = partial(self._delivery.deliver, task.bucket, flat, task.mark)
-            self._on_device.begin(task.all_reduce, request, finished=delivered)
+        stack.enter_context(self._set_frozen_aside(task.bucket, request.residual))
+
+        def deliver() -> None:
+            stack.close()  # the messages of two stages change the residual until here
+            self._delivery.deliver(task.bucket, flat, task.mark)
+
+        self._on_device.begin(task.all_reduce, request, finished=deliver)
 
     def _reduce_doubles(self, bucket: Bucket, mark: Mark | None) -> bool:
         flat = self._staging.collect(bucket)

@@ -29,12 +29,16 @@ def device() -> torch.device:
     torch.cuda.set_device(own)
     properties = torch.cuda.get_device_properties(own)
     refuse_mig(properties.name)
-    bind_near_pci(_format_pci_address(properties))
+    if (address := _format_pci_address(properties)) is not None:
+        bind_near_pci(address)
     return own
 
 
-def _format_pci_address(properties: Any) -> str:
-    """Return the address of a GPU as the kernel writes it: "0000:3b:00.0"."""
+def _format_pci_address(properties: Any) -> str | None:
+    """Return the address of a GPU as the kernel writes it: "0000:3b:00.0"; None if this version of torch does not tell
+    it."""
+    if not hasattr(properties, "pci_bus_id"):
+        return None
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
