@@ -14,7 +14,7 @@ from rendered import CHART, EVERYTHING, MONITORS, find_only, read_pod_spec, rend
 
 from monitoring.values import list_values
 
-VERSIONS = ["1.27", "1.32", "1.37"]
+VERSIONS = ["1.25", "1.32", "1.37"]
 """Versions whose schemas the objects must match. The test cluster itself runs 1.20."""
 
 

@@ -400,7 +400,7 @@ def plan(
 def crd(
     kubernetes: Annotated[
         str, typer.Option(metavar="VERSION", help="Version of the cluster. CEL rules are left out before 1.25.")
-    ] = "1.27",
+    ] = "1.25",
     cached_datasets: Annotated[
         bool,
         typer.Option(

@@ -9,12 +9,12 @@ from topkube.job.crd import RULES_SINCE, format_cached_dataset_crd, format_crd
 
 
 def show_crd(kubernetes: str, cached_datasets: bool = False) -> None:
-    """Print a definition for a cluster of this version, such as '1.27' or 'v1.20.2'."""
+    """Print a definition for a cluster of this version, such as '1.25' or 'v1.20.2'."""
     match = re.fullmatch(r"v?([0-9]{1,4})\.([0-9]{1,4})([.+-].*)?", kubernetes)
     if match is None:
         raise ArgumentError(
             f"{kubernetes!r} is not a version of Kubernetes",
-            next_step="give a version such as 1.27; `kubectl version` prints it",
+            next_step="give a version such as 1.25; `kubectl version` prints it",
         )
     if cached_datasets:
         print(format_cached_dataset_crd(), end="")

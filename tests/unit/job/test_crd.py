@@ -127,7 +127,7 @@ def test_fields_that_rules_read_are_bounded() -> None:
         if schema.get(RULES) and schema.get("type") == "array":
             assert "maxItems" in schema, path
         for rule in schema.get(RULES, ()):
-            assert set(rule) == {"rule", "message"}, "other keys need a newer Kubernetes than 1.27"
+            assert set(rule) == {"rule", "message"}, "other keys need a newer Kubernetes than 1.25"
 
 
 # The part of the API server: null is absent, defaults are filled in, and the schema and the rules are checked.

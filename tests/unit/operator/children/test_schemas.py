@@ -17,7 +17,7 @@ from topkube_operator.model.observed import Observed, Policy
 
 MANIFESTS = Path(__file__).parents[4] / "manifests"
 NEWEST = ".".join(kubernetes_validate.latest_version().split(".")[:2])
-VERSIONS = ("1.27", "1.32", NEWEST)
+VERSIONS = ("1.25", "1.32", NEWEST)
 CONTAINER = {
     "name": "worker",
     "image": "image:1",

@@ -257,7 +257,7 @@ def test_the_schedulers_message_is_shown() -> None:
 
 
 def test_a_scheduling_gate_is_not_reported_as_a_lack_of_room() -> None:
-    """Kubernetes 1.27 and newer: a controller holds the pod back, and the scheduler has not processed it."""
+    """A newer Kubernetes: a controller holds the pod back, and the scheduler has not processed it."""
     world = SimulatedCluster(build_job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
     words = "Scheduling is blocked due to non-empty scheduling gates"
