@@ -26,8 +26,8 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not rea
 
     `aggregation`, `density`, `wire` and `warmup_steps` are those of `ddp_hook`; those that are None come from the job's
     spec.aggregation. `more` holds arguments of DDPStrategy. The launcher determines the number of nodes and, on CPUs,
-    the number of devices. Steps are reported to TopKube's progress bar, plot and status. The checkpoints are
-    Lightning's; residuals are not part of them.
+    the number of devices. Steps are reported to TopKube's progress bar, plot, status and metrics. The checkpoints
+    are Lightning's; residuals are not part of them.
 
     Raises TrainingError if no launcher started this process, or if the devices are not CPUs; ArgumentError if the
     Trainer has another number of nodes than the launcher.

@@ -1,5 +1,5 @@
-"""Step records from the training loop of another library: for the progress bar, the summary, the plot and
-status.progress."""
+"""Reports of the steps of another library's training loop: a record for the progress bar, the summary, the plot and
+status.progress, and the metrics of each rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.telemetry.loggers import StepWriter
 from topkube.telemetry.progress import StepRecord
+from topkube.training.reporting.step_metrics import StepMetrics
 
 _SUMS = 6
 """Numbers that are added over all ranks: samples, weight and sum of the losses, and three counts of bytes."""
 
 
 class StepReports:
-    """Writes a record for each step, if TopKube started the ranks. A step is written when the next step ends, because
-    the sums over all ranks arrive in the meantime."""
+    """Writes a record for each step, and counts the step in this rank's metrics, if TopKube started the ranks. A record
+    is written when the next step ends, because the sums over all ranks arrive in the meantime."""
 
     def __init__(self, settings: Settings) -> None:
         """A collective: all ranks of the default process group call this together. Without a group, this process is
         the only rank."""
         self._writer: StepWriter | None = None
+        self._metrics: StepMetrics | None = None
         self._group: Any = None
         self._record: StepRecord | None = None
         self._sums = torch.zeros(_SUMS, dtype=torch.float64)
@@ -40,6 +42,7 @@ class StepReports:
         if size > 1:
             # A group of its own: its messages must not mix with those of the training loop.
             self._group = dist.new_group(backend="gloo")
+        self._metrics = StepMetrics(settings.run_path, rank, settings.attempt)
         if rank == 0:
             self._writer = StepWriter(settings, settings.run_path)
 
@@ -65,14 +68,17 @@ class StepReports:
             self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
+        own_phases.seconds["forward"] = seconds  # the exchange is a part of it
         self._record = StepRecord(
             step=step,
             total_steps=total_steps,
             epoch=epoch,
-            seconds={**own_phases.seconds, "forward": seconds},  # the exchange is a part of it
+            seconds=own_phases.seconds,
             checkpoint_step=checkpoint_step,
             time=time.time(),
         )
+        if self._metrics is not None:
+            self._metrics.count_step(self._record, seconds, own_phases, samples, {})
 
     def set_loss(self, step: int, loss: float) -> None:
         """Set the loss of the last reported step, if it is `step`: a number that is the same on all ranks."""
@@ -85,15 +91,20 @@ class StepReports:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if record is None or self._writer is None:
+        if record is None:
             return
-        samples, weight, loss, intra, inter, dense = self._sums.tolist()
+        samples, weight, total_loss, intra, inter, dense = self._sums.tolist()
+        loss = total_loss / weight if weight else record.loss
+        if self._metrics is not None and loss is not None:
+            self._metrics.set_loss(loss)
+        if self._writer is None:
+            return
         self._writer.write(
             dataclasses.replace(
                 record,
                 samples=int(samples),
                 samples_per_second=samples / max(record.seconds["forward"], 1e-9),
-                loss=loss / weight if weight else record.loss,
+                loss=loss,
                 intra_bytes=int(intra),
                 inter_bytes=int(inter),
                 dense_bytes=int(dense),
@@ -106,4 +117,7 @@ class StepReports:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         self.is_on = False

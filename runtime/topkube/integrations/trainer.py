@@ -24,8 +24,8 @@ def hook_trainer(
     warmup_steps: int | None = None,
     ranks_per_node: int | None = None,
 ) -> None:
-    """Make `trainer` exchange its gradients with TopKube, and report its steps to TopKube's progress bar, plot and
-    status. Call this on all ranks, before `trainer.train()`. The other arguments are those of `ddp_hook`.
+    """Make `trainer` exchange its gradients with TopKube, and report its steps to TopKube's progress bar, plot,
+    status and metrics. Call this on all ranks, before `trainer.train()`. The other arguments are those of `ddp_hook`.
 
     Raises the errors of `hook_accelerator`.
     """

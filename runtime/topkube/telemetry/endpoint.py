@@ -30,7 +30,6 @@ from topkube.telemetry.rank_file import ABSENT, RankValues, read_ranks
 _BY_RANK = {
     metrics.SAMPLES: "samples",
     metrics.DENSE_BYTES: "dense_bytes",
-    metrics.BOUND_SECONDS: "bound_seconds",
     metrics.LINK_RATE: "link_rate",
     metrics.RESIDUAL_NORM: "residual_norm",
     metrics.LAST_STEP: "last_step",
@@ -82,9 +81,9 @@ class RunCollector(Collector):
         yield self._build_phase_family(ranks)
         yield self._build_sent_family(ranks)
         for metric, name in _BY_RANK.items():
-            yield self._build_family(
-                metric, [((self._job, str(rank_values.rank)), rank_values[name]) for rank_values in ranks]
-            )
+            yield self._build_rank_family(metric, name, ranks)
+        measured = [rank_values for rank_values in ranks if rank_values["link_rate"] != ABSENT]
+        yield self._build_rank_family(metrics.BOUND_SECONDS, "bound_seconds", measured)
         if ranks[0].rank == 0:
             yield from self._collect_job_values(ranks[0])
         if any(rank_values["cache disk_state"] != ABSENT for rank_values in ranks):
@@ -149,6 +148,9 @@ class RunCollector(Collector):
             for level in LEVELS
         ]
         return self._build_family(metrics.SENT_BYTES, rows)
+
+    def _build_rank_family(self, metric: Metric, name: str, ranks: Iterable[RankValues]) -> Family:
+        return self._build_family(metric, [((self._job, str(values.rank)), values[name]) for values in ranks])
 
     @staticmethod
     def _build_family(metric: Metric, rows: Sequence[tuple[tuple[str, ...], float]]) -> Family:

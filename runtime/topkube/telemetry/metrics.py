@@ -66,7 +66,7 @@ BOUND_SECONDS = Metric(
     "topkube_exchange_bound_seconds_total",
     "counter",
     "Shortest time in which the bytes sent between nodes can cross the link, at the rate measured at the start. The "
-    "ratio to phase inter shows how much of the link's rate the exchange reaches.",
+    "ratio to phase inter shows how much of the link's rate the exchange reaches. Absent if the link was not measured.",
     RANK,
 )
 LINK_RATE = Metric(

@@ -11,21 +11,18 @@ from pathlib import Path
 import torch
 
 from topkube.collectives.link import measure_link_rate
-from topkube.data.base.open_datasets import sum_statistics
 from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.telemetry.loggers import StepWriter
 from topkube.telemetry.progress import StepRecord
-from topkube.telemetry.rank_file import ABSENT, RankMetrics
+from topkube.telemetry.rank_file import ABSENT
 from topkube.training.batches.uneven_batches import Sums
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.reporting.norms import Norms
+from topkube.training.reporting.step_metrics import StepMetrics
 from topkube.training.reporting.steps import REPORTER
 from topkube.training.reporting.terminal import TerminalBar
 from topkube.world import World
-
-_CACHE_CHECK_SECONDS = 1.0
-"""Time between two reads of the data cache's counters."""
 
 
 class RunReports:
@@ -39,8 +36,8 @@ class RunReports:
         bytes within the node, between nodes, and of a dense exchange."""
         self._record: StepRecord | None = None
         self._writer: StepWriter | TerminalBar | None = None
-        self._metrics: RankMetrics | None = None
-        self._last_time = self._cache_checked = 0.0
+        self._metrics: StepMetrics | None = None
+        self._last_time = 0.0
 
     def open(self) -> None:
         """Begin to report. All ranks call this together: they measure their links."""
@@ -65,8 +62,8 @@ class RunReports:
 
     def _measure(self, directory: Path) -> None:
         """Start to write this rank's metrics to the run's directory."""
-        self._metrics = RankMetrics(directory, self._world.rank, self._settings.attempt)
-        self._metrics["link_rate"] = measure_link_rate(self._world) or ABSENT
+        link_rate = measure_link_rate(self._world)
+        self._metrics = StepMetrics(directory, self._world.rank, self._settings.attempt, link_rate)
         self._optimizer.norms = Norms()
 
     def begin_loop(self) -> None:
@@ -106,10 +103,7 @@ class RunReports:
             time=time.time(),
         )
         if self._metrics is not None:
-            if now >= self._cache_checked + _CACHE_CHECK_SECONDS:
-                self._cache_checked = now
-                self._metrics.store_cache_counters(sum_statistics())
-            self._metrics.count_step(now - self._last_time, own, own_samples, self._list_gauges(self._record))
+            self._metrics.count_step(self._record, now - self._last_time, own, own_samples, self._list_gauges())
         self._last_time = now
 
     def note_checkpoints(self, checkpoint_step: int | None, failed_checkpoints: int) -> None:
@@ -134,8 +128,7 @@ class RunReports:
 
     def _write(self, record: StepRecord, loss: float, weight: float, intra: float, inter: float, dense: float) -> None:
         if self._metrics is not None and weight:
-            self._metrics["loss"] = loss / weight
-            self._metrics.flush()
+            self._metrics.set_loss(loss / weight)
         if self._writer is not None:
             self._writer.write(
                 dataclasses.replace(
@@ -149,15 +142,10 @@ class RunReports:
         if record is self._record:
             self._record = None
 
-    def _list_gauges(self, record: StepRecord) -> dict[str, float]:
+    def _list_gauges(self) -> dict[str, float]:
         norms, guard, tuning = self._optimizer.norms or Norms(), self._optimizer.guard, self._optimizer.tuning
         return {
-            "step": record.step,
-            "total_steps": ABSENT if record.total_steps is None else record.total_steps,
-            "density": record.density,
-            "skipped_steps": record.skipped_steps,
             "differing_ranks": self._optimizer.differing_ranks,
-            "last_step": record.time,
             "gradient_norm": ABSENT if norms.gradient is None else norms.gradient,
             "residual_norm": ABSENT if norms.residual is None else norms.residual,
             "unsent_ratio": ABSENT if guard is None or guard.unsent_ratio is None else guard.unsent_ratio,

@@ -14,6 +14,8 @@ import torch
 import worlds
 from local_runs import finish_run, start_run, write_job
 
+from topkube.telemetry.rank_file import ABSENT, RankValues, read_ranks
+
 pytestmark = pytest.mark.timeout(900)  # four processes import large libraries, on a busy machine
 FOLDER = Path(__file__).parent
 Ranks = list[dict[str, Any]]
@@ -56,6 +58,26 @@ def trainer_run(tmp_path_factory: pytest.TempPathFactory, forks: Path) -> tuple[
     pytest.importorskip("transformers", reason="needs topkube[transformers]")
     folder = tmp_path_factory.mktemp("trainer")
     return run_script("trainer_script.py", folder, forks), folder
+
+
+def read_counted_steps(folder: Path, records: list[dict[str, Any]]) -> list[RankValues]:
+    """Return the metrics of all ranks, which contain the steps of the last training with reports: those of
+    `records`."""
+    ranks = read_ranks(folder / "run")
+    assert [values.rank for values in ranks] == [0, 1, 2, 3]
+    for values in ranks:
+        assert values["steps"] == sum(values.buckets) == len(records)
+        assert (values["step"], values["total_steps"]) == (records[-1]["step"], records[-1]["total_steps"])
+        assert values["samples"] == sum(record["samples"] for record in records) / 4
+        assert values["last_step"] == pytest.approx(records[-1]["time"], abs=60)
+        assert values["density"] == records[-1]["density"]
+        assert values["loss"] == pytest.approx(records[-1]["loss"])
+        assert values["link_rate"] == ABSENT
+    for phase in ("forward", "select", "intra", "inter"):
+        assert ranks[0][f"phase {phase}"] == pytest.approx(sum(record["seconds"].get(phase, 0.0) for record in records))
+    for name in ("inter_bytes", "intra_bytes", "dense_bytes"):
+        assert sum(values[name] for values in ranks) == sum(record[name] for record in records)
+    return ranks
 
 
 def check_equal_weights(ranks: Ranks, read: Callable[[Any], torch.Tensor]) -> None:
@@ -113,6 +135,12 @@ def test_the_steps_of_lightning_are_in_the_progress_of_the_run(lightning_run: tu
     assert records[-1]["checkpoint_step"] == 8
 
 
+def test_the_steps_of_lightning_are_in_the_metrics_of_each_rank(lightning_run: tuple[Ranks, Path]) -> None:
+    _, folder = lightning_run
+    records = read_step_records(folder)[-4:]  # of the resumed training
+    read_counted_steps(folder, records)
+
+
 def test_the_trainer_with_topkube_trains_as_without_topkube(trainer_run: tuple[Ranks, Path]) -> None:
     ranks, _ = trainer_run
     assert [results["library"]["ranks"] for results in ranks] == [4] * 4, "each rank trained alone"
@@ -130,6 +158,11 @@ def test_the_steps_of_the_trainer_are_in_the_progress_of_the_run(trainer_run: tu
     ]
     assert [record["loss"] for record in records] == pytest.approx(ranks[0]["hitopk"]["losses"])
     assert 0 < records[3]["inter_bytes"] < records[0]["inter_bytes"]
+
+
+def test_the_steps_of_the_trainer_are_in_the_metrics_of_each_rank(trainer_run: tuple[Ranks, Path]) -> None:
+    _, folder = trainer_run
+    read_counted_steps(folder, read_step_records(folder)[-8:])
 
 
 def test_accelerate_with_topkube_trains_as_without_topkube(trainer_run: tuple[Ranks, Path]) -> None:
