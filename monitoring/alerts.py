@@ -53,6 +53,11 @@ _MEAN_STEP = (
     f"sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_sum')}) "
     f"/ sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_count')})"
 )
+_RESTARTS = f"max {_BY_JOB} ({_select_jobs('topkube_job_restarts')})"
+_RESTARTS_OF_HOUR = f"({_RESTARTS})[1h:1m]"
+"""A job has a series for each replica of the operator that led: the subquery makes one series of them. If the number
+falls, a new job has the name of a deleted job, and all restarts of the new job are within the hour. `increase` would
+extrapolate, and engines differ in how."""
 _WEBHOOK = f"group {_BY_RELEASE} ({_select_operator('topkube_admission_reviews_total')})"
 _API_FAILED = 'code=~"unreachable|401|429|5.."'
 _REVIEW_FAILED, _REVIEWED = 'outcome="error"', 'outcome=~"allowed|denied"'
@@ -166,8 +171,8 @@ JOBS = (
     ),
     Alert(
         "TopKubeRestartStorm",
-        f"max {_BY_JOB} (max_over_time({_select_jobs('topkube_job_restarts')}[1h]) "
-        f"- min_over_time({_select_jobs('topkube_job_restarts')}[1h])) >= <restarts>",
+        f"((max_over_time({_RESTARTS_OF_HOUR}) - min_over_time({_RESTARTS_OF_HOUR}) "
+        f"unless resets({_RESTARTS_OF_HOUR}) > 0) or ({_RESTARTS} and resets({_RESTARTS_OF_HOUR}) > 0)) >= <restarts>",
         "0m",
         "warning",
         f"{_JOB} has restarted {{{{ $value }}}} times within an hour",

@@ -36,6 +36,14 @@ def build_exchange(bound: str, seconds: str, step: str = "0+60x60") -> dict[str,
     }
 
 
+def build_restarts(first: str, second: str) -> dict[str, str]:
+    """Return the restarts of a job as two replicas of the operator serve them, one after the other."""
+    return {
+        name_job_series("topkube_job_restarts", pod="operator-1"): first,
+        name_job_series("topkube_job_restarts", pod="operator-2"): second,
+    }
+
+
 def build_skipped_steps(skips: str) -> dict[str, str]:
     return {
         name_job_series("topkube_skipped_steps_total"): skips,
@@ -132,6 +140,17 @@ CASES: dict[str, list[Case]] = {
         ({RESTARTS: "2x10 3x10 4x10 5x30"}, 40, True),
         ({RESTARTS: "5x60"}, 40, False),
         ({RESTARTS: "0x10 1x10 2x40"}, 40, False),
+        ({RESTARTS: "0x9 1x10 2x10 3x90"}, 60, True),
+        ({RESTARTS: "0x9 1x10 2x10 3x90"}, 95, False),
+        ({RESTARTS: "5x30 _x2 0x40"}, 45, False),  # the job was deleted and created again
+        ({RESTARTS: "5x30 0x40"}, 45, False),
+        ({RESTARTS: "5x20 0x10 1x5 2x5 3x40"}, 50, True),  # and the new job restarts too
+        ({RESTARTS: "5x20 0x10 1x5 2x40"}, 50, False),
+        (build_restarts(first="0x9 1x10 2x5 stale", second="_x27 2 3x30"), 45, True),  # another replica leads
+        (build_restarts(first="0x9 1x15 stale", second="_x25 1x5 2x30"), 45, False),
+        (build_restarts(first="5x20 stale", second="_x27 5x40"), 45, False),  # the operator starts again
+        ({RESTARTS: "5x60", RESTARTS.replace("gpt", "bert"): "2x60"}, 40, False),  # two jobs
+        ({RESTARTS: "2x10 3x10 4x10 5x30", RESTARTS.replace("gpt", "bert"): "0x10 1x50"}, 40, True),
         ({}, 40, False),
     ],
     "TopKubeNodeAvoided": [
