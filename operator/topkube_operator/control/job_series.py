@@ -66,8 +66,8 @@ JOB_CHECKPOINT_FAILED = Metric(
 JOB_CHECKPOINT_AT = Metric(
     "topkube_job_last_checkpoint_timestamp_seconds",
     "gauge",
-    "When the newest checkpoint of a running job was first reported, or when the job started if it has none. Absent "
-    "without spec.checkpoint.",
+    "When the newest checkpoint of a running job was first reported, or when the job started or was resumed if that is "
+    "later. Absent without spec.checkpoint.",
     _JOB_LABELS,
 )
 METRICS = (
@@ -151,9 +151,11 @@ def _list_checkpoint_samples(status: Mapping[str, Any], phase: str) -> Iterator[
     )
     yield JOB_CHECKPOINT_FAILED, (), float(has_failed)
     progress = status.get("progress") or {}
-    saved_or_started = parse_timestamp(progress.get("checkpointAt")) or parse_timestamp(status.get("startTime"))
+    times = (parse_timestamp(progress.get("checkpointAt")), parse_timestamp(status.get("startTime")))
+    # The progress survives a suspension, and a resumed job has a new start.
+    saved_or_started = max((time.timestamp() for time in times if time is not None), default=None)
     if phase == "Running" and saved_or_started is not None:
-        yield JOB_CHECKPOINT_AT, (), saved_or_started.timestamp()
+        yield JOB_CHECKPOINT_AT, (), saved_or_started
 
 
 def _format_line(metric: Metric, label_values: Sequence[str], value: float) -> str:

@@ -191,6 +191,7 @@ def test_checkpoints_and_failures_have_series_of_their_own() -> None:
     stored = [
         {**build_job("old", "Running", progress=progress, startTime=start, conditions=[failed, running]), "spec": spec},
         {**build_job("none", "Running", startTime=start), "spec": spec},
+        {**build_job("resumed", "Running", progress=progress, startTime="2026-01-01T12:00:00Z"), "spec": spec},
         build_job("plain", "Running", startTime=start),
         {**build_job("over", "Failed", completionTime="2026-01-01T00:03:00Z"), "spec": spec},
     ]
@@ -199,6 +200,8 @@ def test_checkpoints_and_failures_have_series_of_their_own() -> None:
     assert samples["topkube_job_checkpoint_failed", "ml", "none"] == 0
     assert samples["topkube_job_last_checkpoint_timestamp_seconds", "ml", "old"] == 1767225720
     assert samples["topkube_job_last_checkpoint_timestamp_seconds", "ml", "none"] == 1767225630
+    resumed_at = samples["topkube_job_last_checkpoint_timestamp_seconds", "ml", "resumed"]
+    assert resumed_at == 1767268800, "a suspended job writes no checkpoints"
     assert samples["topkube_job_failed_timestamp_seconds", "ml", "over"] == 1767225780
     names = {key[0] for key in samples if key[-1] == "plain"}
     assert not any("checkpoint" in name for name in names)
