@@ -48,6 +48,7 @@ def _select_agents(series: str, selector: str = "") -> str:
 
 
 _SINCE_STEP = f"time() - max {_BY_JOB} ({_select_jobs('topkube_last_step_timestamp_seconds')})"
+_SINCE_ACTIVITY = f"time() - max {_BY_JOB} ({_select_jobs('topkube_last_activity_timestamp_seconds')})"
 _SINCE_PHASE = f"time() - max {_BY_JOB} ({_select_jobs('topkube_job_phase_timestamp_seconds')})"
 _MEAN_STEP = (
     f"sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_sum')}) "
@@ -120,12 +121,13 @@ JOBS = (
     Alert(
         "TopKubeJobStalled",
         f"({_SINCE_STEP} > <seconds> and {_ON_JOB} {_SINCE_STEP} > <factor> * {_MEAN_STEP}) "
-        f"unless {_ON_JOB} max {_BY_JOB} ({_select_jobs('topkube_job_progress_ratio')}) >= 1",
+        f"unless {_ON_JOB} max {_BY_JOB} ({_select_jobs('topkube_job_progress_ratio')}) >= 1 "
+        f"unless {_ON_JOB} {_SINCE_ACTIVITY} < <seconds>",
         "1m",
         "critical",
-        f"{_JOB} has finished no step for {{{{ $value | humanizeDuration }}}}",
+        f"{_JOB} has finished no step for {{{{ $value | humanizeDuration }}}} and shows no other sign of life",
         "job-stalled",
-        "no step for ten minutes and for ten times the usual duration of a step",
+        "no step and no other collective for ten minutes, and no step for ten times its usual duration",
         {"seconds": 600, "factor": 10},
     ),
     Alert(

@@ -46,5 +46,13 @@ def read(directory: Path, rank: int) -> int:
     return 0
 
 
+def read_time(directory: Path, rank: int) -> float | None:
+    """Return the Unix time at which the rank last entered a collective; None if it has entered none."""
+    with contextlib.suppress(OSError):
+        status = _find_path(directory, rank).stat()
+        return status.st_mtime if status.st_size else None
+    return None
+
+
 def _find_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.pulse"

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from topkube import __version__
+from topkube import __version__, heartbeat
 from topkube.errors import LaunchError
 from topkube.telemetry import metrics
 from topkube.telemetry.metrics import LEVELS, STEP_BUCKETS, Metric
@@ -74,7 +74,8 @@ class RunCollector(Collector):
         build = InfoMetricFamily(metrics.BUILD.name.removesuffix("_info"), metrics.BUILD.help)
         build.add_metric((), {"version": __version__})
         yield build
-        ranks = read_ranks(self._directory())
+        directory = self._directory()
+        ranks = read_ranks(directory)
         if not ranks:
             return
         yield self._build_step_histogram(ranks)
@@ -82,6 +83,7 @@ class RunCollector(Collector):
         yield self._build_sent_family(ranks)
         for metric, name in _BY_RANK.items():
             yield self._build_rank_family(metric, name, ranks)
+        yield self._build_activity_family(directory, ranks)
         measured = [rank_values for rank_values in ranks if rank_values["link_rate"] != ABSENT]
         yield self._build_rank_family(metrics.BOUND_SECONDS, "bound_seconds", measured)
         if ranks[0].rank == 0:
@@ -148,6 +150,11 @@ class RunCollector(Collector):
             for level in LEVELS
         ]
         return self._build_family(metrics.SENT_BYTES, rows)
+
+    def _build_activity_family(self, directory: Path, ranks: Iterable[RankValues]) -> Family:
+        times = [(values.rank, heartbeat.read_time(directory, values.rank)) for values in ranks]
+        rows = [((self._job, str(rank)), seconds) for rank, seconds in times if seconds is not None]
+        return self._build_family(metrics.LAST_ACTIVITY, rows)
 
     def _build_rank_family(self, metric: Metric, name: str, ranks: Iterable[RankValues]) -> Family:
         return self._build_family(metric, [((self._job, str(values.rank)), values[name]) for values in ranks])

@@ -125,6 +125,13 @@ MEASURED_EXCHANGE = Metric(
 LAST_STEP = Metric(
     "topkube_last_step_timestamp_seconds", "gauge", "Time at which this rank finished its last step.", RANK
 )
+LAST_ACTIVITY = Metric(
+    "topkube_last_activity_timestamp_seconds",
+    "gauge",
+    "Time at which this rank last entered a collective of TopKube: a sign of life also between steps. Absent before "
+    "the first collective.",
+    RANK,
+)
 STEP = Metric("topkube_job_step", "gauge", "Finished steps of the job.", JOB, job_wide=True)
 PROGRESS = Metric(
     "topkube_job_progress_ratio", "gauge", "Share of the job's steps that are finished, 0 to 1.", JOB, job_wide=True
@@ -220,7 +227,7 @@ CACHE = (
 """Sums over the ranks of the pod. Absent if a job uses no CachedDataset."""
 
 METRICS = (
-    *(STEP_SECONDS, PHASE_SECONDS, SAMPLES, LAST_STEP, STEP, PROGRESS, ATTEMPT, LOSS, GRADIENT_NORM, RESIDUAL_NORM),
-    *(UNSENT, WEIGHT_SPREAD, PERIOD, PREDICTED_EXCHANGE, MEASURED_EXCHANGE),
+    *(STEP_SECONDS, PHASE_SECONDS, SAMPLES, LAST_STEP, LAST_ACTIVITY, STEP, PROGRESS, ATTEMPT, LOSS),
+    *(GRADIENT_NORM, RESIDUAL_NORM, UNSENT, WEIGHT_SPREAD, PERIOD, PREDICTED_EXCHANGE, MEASURED_EXCHANGE),
     *(SKIPPED, DIFFERING_RANKS, DENSITY, SENT_BYTES, DENSE_BYTES, BOUND_SECONDS, LINK_RATE, BUILD),
 )

@@ -24,6 +24,7 @@ STEPS = {
     name_job_series("topkube_step_seconds_count", rank="0"): "100x60",
 }
 LAST_STEP = name_job_series("topkube_last_step_timestamp_seconds", rank="0")
+LAST_ACTIVITY = name_job_series("topkube_last_activity_timestamp_seconds", rank="1")
 PHASE_TIMESTAMP = name_job_series("topkube_job_phase_timestamp_seconds")
 RESTARTS = name_job_series("topkube_job_restarts")
 
@@ -112,6 +113,11 @@ CASES: dict[str, list[Case]] = {
             False,
         ),
         ({LAST_STEP: "60x60 _x60"}, 100, False),
+        # An evaluation on all ranks: no step, and collectives. Then a rank hangs.
+        ({LAST_STEP: "60x60", **STEPS, **PROGRESS, LAST_ACTIVITY: "0+60x30 1800x60"}, 30, False),
+        ({LAST_STEP: "60x60", **STEPS, **PROGRESS, LAST_ACTIVITY: "0+60x30 1800x60"}, 39, False),
+        ({LAST_STEP: "60x60", **STEPS, **PROGRESS, LAST_ACTIVITY: "0+60x30 1800x60"}, 45, True),
+        ({LAST_STEP: "60x60", **STEPS, **PROGRESS, LAST_ACTIVITY.replace("gpt", "bert"): "0+60x60"}, 30, True),
     ],
     "TopKubeJobReportsNoSteps": [
         ({PHASE_TIMESTAMP: "0x60", **build_phase("Running")}, 40, True),

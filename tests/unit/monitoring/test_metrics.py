@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import urllib.request
@@ -13,6 +14,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from topkube.errors import LaunchError
+from topkube.heartbeat import Heartbeat
 from topkube.telemetry import metrics
 from topkube.telemetry.endpoint import MetricsEndpoint
 from topkube.telemetry.phases import PHASES, Snapshot
@@ -90,6 +92,23 @@ def test_unknown_values_have_no_series(tmp_path: Path, endpoint: MetricsEndpoint
     assert not names & {f"topkube_{name}" for name in absent}
 
 
+def test_the_last_collective_of_a_rank_is_a_sign_of_life(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
+    """An evaluation on all ranks finishes no step."""
+    for rank in (0, 1):
+        RankMetrics(tmp_path, rank).count_step(0.1, build_snapshot(), 8, GAUGES)
+    beats = Heartbeat(tmp_path, 1)
+    activity = "topkube_last_activity_timestamp_seconds"
+    assert (activity, build_labels(rank="1")) not in scrape(endpoint), "no collective yet"
+    beats.beat()
+    path = next(tmp_path.glob("rank-1.*"))
+    assert scrape(endpoint)[activity, build_labels(rank="1")] == pytest.approx(time.time(), abs=60)
+    os.utime(path, (1e9, 1e9))
+    assert scrape(endpoint)[activity, build_labels(rank="1")] == 1e9
+    beats.beat()
+    assert scrape(endpoint)[activity, build_labels(rank="1")] == pytest.approx(time.time(), abs=60)
+    assert (activity, build_labels(rank="0")) not in scrape(endpoint)
+
+
 def test_job_wide_series_come_from_rank_0_alone(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
     for rank in (2, 3):
         RankMetrics(tmp_path, rank).count_step(0.1, build_snapshot(), 8, GAUGES)
@@ -105,6 +124,7 @@ def test_every_metric_is_served_with_its_labels_and_a_help_that_lists_label_valu
     rank = RankMetrics(tmp_path, 0)
     rank.store_cache_counters(dict.fromkeys(CACHE, 0.0))
     rank.count_step(0.1, build_snapshot(), 8, everything)
+    Heartbeat(tmp_path, 0).beat()
     served = {(name, tuple(sorted(key for key, _ in pairs if key != "le"))) for name, pairs in scrape(endpoint)}
     declared = {
         (name, tuple(sorted(metric.labels))) for metric in (*metrics.METRICS, *metrics.CACHE) for name in metric.series
