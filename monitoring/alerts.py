@@ -61,7 +61,10 @@ falls, a new job has the name of a deleted job, and all restarts of the new job 
 extrapolate, and engines differ in how."""
 _WEBHOOK = f"group {_BY_RELEASE} ({_select_operator('topkube_admission_reviews_total')})"
 _API_FAILED = 'code=~"unreachable|401|429|5.."'
-_REVIEW_FAILED, _REVIEWED = 'outcome="error"', 'outcome=~"allowed|denied"'
+_REVIEW_FAILED = 'outcome="error"'
+_REVIEWS = _select_operator("topkube_admission_reviews_total", 'outcome=~"allowed|denied"')
+_FIRST_REVIEWS = f"sum {_BY_RELEASE} (last_over_time({_REVIEWS}[30m]) unless {_REVIEWS} offset 30m)"
+"""The reviews of replicas that started within half an hour. `increase` misses those before a replica's first scrape."""
 
 
 def _build_rate(series: str, window: str) -> str:
@@ -365,8 +368,7 @@ OPERATOR = (
         f"> <failures>) or (max {_BY_RELEASE} ({_select_operator('topkube_admission_published')}) == 0) "
         f"or (max {_BY_RELEASE} ({_build_increase(_select_operator('topkube_jobs_created_total'), '30m')}) > 0 "
         f"and {_ON_RELEASE} {_WEBHOOK} unless {_ON_RELEASE} "
-        f"sum {_BY_RELEASE} "
-        f"({_build_increase(_select_operator('topkube_admission_reviews_total', _REVIEWED), '30m')}) > 0)",
+        f"sum {_BY_RELEASE} ({_build_increase(_REVIEWS, '30m')}) > 0 unless {_ON_RELEASE} {_FIRST_REVIEWS} > 0)",
         "5m",
         "warning",
         f"the webhook of {_RELEASE} does not review jobs: invalid jobs are accepted and fail later",

@@ -94,6 +94,7 @@ def build_reviews(**outcomes: str) -> dict[str, str]:
 
 
 CREATED = name_operator_series("topkube_jobs_created_total")
+REVIEWS_OF_NEW_REPLICA = name_operator_series("topkube_admission_reviews_total", ',outcome="allowed",pod="new"')
 BUILD_INFO = name_operator_series("topkube_operator_build_info", ',version="1"')
 
 
@@ -276,6 +277,11 @@ CASES: dict[str, list[Case]] = {
         ({**build_reviews(allowed="0x5 1x60"), CREATED: "0x5 1x60"}, 20, False),
         ({**build_reviews(allowed="0x60"), CREATED: "0x60"}, 20, False),
         ({CREATED: "0x5 1x60"}, 20, False),
+        # A new replica reviews a job before its first scrape, so its counter begins at 1.
+        ({**build_reviews(allowed="0x90"), REVIEWS_OF_NEW_REPLICA: "_x5 1x90", CREATED: "0x5 1x90"}, 20, False),
+        ({**build_reviews(allowed="0x90"), REVIEWS_OF_NEW_REPLICA: "_x5 1 stale", CREATED: "0x5 1x90"}, 20, False),
+        ({**build_reviews(allowed="0x90"), REVIEWS_OF_NEW_REPLICA: "_x5 0x90", CREATED: "0x5 1x90"}, 20, True),
+        ({**build_reviews(allowed="0x90"), REVIEWS_OF_NEW_REPLICA: "_x5 1x90", CREATED: "0x45 1x90"}, 60, True),
         ({}, 30, False),
     ],
     "TopKubeAdmissionCertificateExpires": [
