@@ -1,12 +1,14 @@
 """A rank's heartbeat: the number of collectives that it has entered, in a file that other processes can read.
 
 The file in the run's directory has eight bytes and is written in place at every collective, in about a microsecond. It
-shows whether a run makes progress, whatever the script reports, and which rank is behind the others.
+shows whether a run makes progress, whatever the script reports, and which rank is behind the others. For a library that
+does not use TopKube's collectives, rank 0 counts other signs of life.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import struct
 import threading
@@ -39,6 +41,12 @@ class Heartbeat:
                     self._file = -1
 
 
+@functools.cache
+def open_heartbeat(directory: Path, rank: int) -> Heartbeat:
+    """Return the heartbeat of this process: the same object at each call, so that its count only grows."""
+    return Heartbeat(directory, rank)
+
+
 def read(directory: Path, rank: int) -> int:
     """Return the number of collectives that the rank has entered; 0 if there is no file."""
     with contextlib.suppress(OSError, struct.error):
@@ -47,7 +55,7 @@ def read(directory: Path, rank: int) -> int:
 
 
 def read_time(directory: Path, rank: int) -> float | None:
-    """Return the Unix time at which the rank last entered a collective; None if it has entered none."""
+    """Return the Unix time of the rank's last heartbeat; None if there was none."""
     with contextlib.suppress(OSError):
         status = _find_path(directory, rank).stat()
         return status.st_mtime if status.st_size else None

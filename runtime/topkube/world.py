@@ -27,7 +27,7 @@ from topkube.control import Control, build_timeout
 from topkube.environment import chooses_malloc, read_process_launch
 from topkube.errors import CollectiveError, WorldError
 from topkube.heap import count_kept_bytes, keep_freed_memory
-from topkube.heartbeat import Heartbeat
+from topkube.heartbeat import Heartbeat, open_heartbeat
 from topkube.launch_check import VERSION, check_launch, check_versions
 from topkube.links import (
     LinkChoice,
@@ -312,7 +312,7 @@ def init(settings: Settings | None = None) -> World:
         tuple(range(comm.size)),
         deadline_seconds=settings.deadline_seconds,
         run_directory=settings.run_path,
-        heartbeat=Heartbeat(settings.run_path, comm.rank) if settings.run_path is not None else None,
+        heartbeat=open_heartbeat(settings.run_path, comm.rank) if settings.run_path is not None else None,
         crowding=len(affinities) / processors,
         threads=threads,
         host_rank=host_rank,

@@ -155,6 +155,10 @@ class _LightningStepReporter(pl.Callback):  # type: ignore[misc]
         )
         self._samples, self._loss, self._weight = 0, 0.0, 0
 
+    def on_validation_batch_end(self, *_: Any) -> None:
+        if self._reports is not None:
+            self._reports.note_activity()
+
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

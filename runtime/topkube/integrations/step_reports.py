@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from topkube.heartbeat import Heartbeat, open_heartbeat
 from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.telemetry.loggers import StepWriter
@@ -29,6 +30,7 @@ class StepReports:
         the only rank."""
         self._writer: StepWriter | None = None
         self._metrics: StepMetrics | None = None
+        self._heartbeat: Heartbeat | None = None
         self._group: Any = None
         self._record: StepRecord | None = None
         self._sums = torch.zeros(_SUMS, dtype=torch.float64)
@@ -45,6 +47,7 @@ class StepReports:
         self._metrics = StepMetrics(settings.run_path, rank, settings.attempt)
         if rank == 0:
             self._writer = StepWriter(settings, settings.run_path)
+            self._heartbeat = open_heartbeat(settings.run_path, rank)
 
     def add(
         self,
@@ -79,6 +82,12 @@ class StepReports:
         )
         if self._metrics is not None:
             self._metrics.count_step(self._record, seconds, own_phases, samples, {})
+
+    def note_activity(self) -> None:
+        """Show the launcher and the alerts that the job makes progress between two steps: a batch of an evaluation is
+        finished. Only rank 0 shows this, because the launcher takes different counts for ranks that wait."""
+        if self._heartbeat is not None:
+            self._heartbeat.beat()
 
     def set_loss(self, step: int, loss: float) -> None:
         """Set the loss of the last reported step, if it is `step`: a number that is the same on all ranks."""

@@ -69,6 +69,12 @@ class _TrainerStepReporter(TrainerCallback):  # type: ignore[misc]  # mypy does 
         if self._reports is not None and logs is not None and "loss" in logs:
             self._reports.set_loss(state.global_step, float(logs["loss"]))
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self._reports is not None:
+            self._reports.note_activity()
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._checkpoint_step = state.global_step
 

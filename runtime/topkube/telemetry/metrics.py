@@ -128,8 +128,8 @@ LAST_STEP = Metric(
 LAST_ACTIVITY = Metric(
     "topkube_last_activity_timestamp_seconds",
     "gauge",
-    "Time at which this rank last entered a collective of TopKube: a sign of life also between steps. Absent before "
-    "the first collective.",
+    "Time at which this rank last showed a sign of life: it entered a collective of TopKube. With Lightning or the "
+    "Trainer: rank 0 finished a batch of an evaluation. Absent before the first sign.",
     RANK,
 )
 STEP = Metric("topkube_job_step", "gauge", "Finished steps of the job.", JOB, job_wide=True)

@@ -19,6 +19,13 @@ folder = Path(sys.argv[1])
 samples = Subset(CharacterWindows(CONTEXT, characters=20_000), range(STEPS * 2 * 4))
 
 
+class EvaluatedGPT(CharGPT):
+    """Lightning evaluates it at the end of each epoch of 8 steps, on 2 batches per rank."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.model(*batch)
+
+
 class BatchRecorder(pl.Callback):
     """Stores the loss of each step, and the indexes of the samples of this rank."""
 
@@ -33,7 +40,7 @@ class BatchRecorder(pl.Callback):
 
 def fit(strategy: Any, steps: int = STEPS, resume: Path | None = None, **options: Any) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
-    model, recorder = CharGPT(learning_rate=1e-2, layers=1, width=32, context=CONTEXT), BatchRecorder()
+    model, recorder = EvaluatedGPT(learning_rate=1e-2, layers=1, width=32, context=CONTEXT), BatchRecorder()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -44,9 +51,11 @@ def fit(strategy: Any, steps: int = STEPS, resume: Path | None = None, **options
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
         **options,
     )
-    trainer.fit(model, DataLoader(samples, batch_size=2, shuffle=True), ckpt_path=resume)
+    loader, evaluated = DataLoader(samples, batch_size=2, shuffle=True), DataLoader(samples, batch_size=8)
+    trainer.fit(model, loader, evaluated, ckpt_path=resume)
     if resume is None:
         trainer.save_checkpoint(folder / "saved.ckpt")
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()

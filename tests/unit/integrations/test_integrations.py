@@ -14,6 +14,7 @@ import torch
 import worlds
 from local_runs import finish_run, start_run, write_job
 
+from topkube import heartbeat
 from topkube.telemetry.rank_file import ABSENT, RankValues, read_ranks
 
 pytestmark = pytest.mark.timeout(900)  # four processes import large libraries, on a busy machine
@@ -80,6 +81,11 @@ def read_counted_steps(folder: Path, records: list[dict[str, Any]]) -> list[Rank
     return ranks
 
 
+def count_signs_of_life(folder: Path) -> list[int]:
+    """Return what the launcher reads: the number of heartbeats of each rank."""
+    return [heartbeat.read(folder / "run", rank) for rank in range(4)]
+
+
 def check_equal_weights(ranks: Ranks, read: Callable[[Any], torch.Tensor]) -> None:
     for results in ranks[1:]:
         assert torch.equal(read(results), read(ranks[0]))
@@ -141,6 +147,11 @@ def test_the_steps_of_lightning_are_in_the_metrics_of_each_rank(lightning_run: t
     read_counted_steps(folder, records)
 
 
+def test_the_batches_of_an_evaluation_by_lightning_are_signs_of_life(lightning_run: tuple[Ranks, Path]) -> None:
+    _, folder = lightning_run
+    assert count_signs_of_life(folder) == [3 * 2, 0, 0, 0], "dense, bf16 and hitopk have 1 epoch with TopKube"
+
+
 def test_the_trainer_with_topkube_trains_as_without_topkube(trainer_run: tuple[Ranks, Path]) -> None:
     ranks, _ = trainer_run
     assert [results["library"]["ranks"] for results in ranks] == [4] * 4, "each rank trained alone"
@@ -163,6 +174,11 @@ def test_the_steps_of_the_trainer_are_in_the_progress_of_the_run(trainer_run: tu
 def test_the_steps_of_the_trainer_are_in_the_metrics_of_each_rank(trainer_run: tuple[Ranks, Path]) -> None:
     _, folder = trainer_run
     read_counted_steps(folder, read_step_records(folder)[-8:])
+
+
+def test_the_batches_of_an_evaluation_by_the_trainer_are_signs_of_life(trainer_run: tuple[Ranks, Path]) -> None:
+    _, folder = trainer_run
+    assert count_signs_of_life(folder) == [2 * 2, 0, 0, 0], "dense and hitopk have 1 epoch with TopKube"
 
 
 def test_accelerate_with_topkube_trains_as_without_topkube(trainer_run: tuple[Ranks, Path]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import urllib.request
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from topkube import heartbeat
 from topkube.integrations.step_reports import StepReports
 from topkube.settings import Settings
 from topkube.telemetry import phases
@@ -70,8 +73,21 @@ def test_a_link_that_was_not_measured_has_no_bound(tmp_path: Path) -> None:
     reports.close()
 
 
+def test_an_evaluation_is_a_sign_of_life(tmp_path: Path) -> None:
+    """The launcher ends a job without signs of life, and an alert fires for it. Each training begins new reports."""
+    activity = "topkube_last_activity_timestamp_seconds"
+    for count in (1, 2):
+        reports = StepReports(build_settings(tmp_path))
+        reports.add(1, 4, 0, 8, 2.0)
+        reports.note_activity()
+        assert heartbeat.read(tmp_path, 0) == count, "the launcher expects a number that grows"
+        assert scrape(tmp_path)[activity] == pytest.approx(time.time(), abs=60)
+        reports.close()
+
+
 def test_without_a_run_directory_nothing_is_reported(tmp_path: Path) -> None:
     reports = StepReports(Settings())
     reports.add(1, 4, 0, 8, 2.0)
+    reports.note_activity()
     reports.close()
     assert not list(tmp_path.iterdir())

@@ -37,6 +37,7 @@ class RecordingTrainer(Trainer):
 def train(aggregation: str | None, **options: Any) -> dict[str, Any]:
     set_seed(0)
     model, recorder = build_small_gpt2(1, 32, CONTEXT), LossRecorder()
+    samples = Subset(GPT2Windows(CONTEXT), range(STEPS * 2 * 4))
     arguments = TrainingArguments(
         output_dir=str(folder / "out"),
         max_steps=STEPS,
@@ -44,13 +45,13 @@ def train(aggregation: str | None, **options: Any) -> dict[str, Any]:
         learning_rate=1e-2,
         logging_steps=1,
         save_strategy="no",
+        eval_strategy="epoch",  # 8 steps
+        per_device_eval_batch_size=8,
         report_to="none",
         disable_tqdm=True,
         **options,
     )
-    trainer = RecordingTrainer(
-        model, arguments, train_dataset=Subset(GPT2Windows(CONTEXT), range(STEPS * 2 * 4)), callbacks=[recorder]
-    )
+    trainer = RecordingTrainer(model, arguments, train_dataset=samples, eval_dataset=samples, callbacks=[recorder])
     trainer.samples = []
     if aggregation is not None:
         hook_trainer(trainer, aggregation, density=0.1)
