@@ -55,9 +55,14 @@ def hook_accelerator(
             next_step="remove comm_hook from DistributedDataParallelKwargs",
         )
 
-    def make_hook() -> Hook:
+    def make_hook(process_group: Any) -> Hook:
         return ddp_hook(
-            aggregation, density=density, wire=wire, warmup_steps=warmup_steps, ranks_per_node=ranks_per_node
+            aggregation,
+            density=density,
+            wire=wire,
+            warmup_steps=warmup_steps,
+            ranks_per_node=ranks_per_node,
+            process_group=process_group,
         )
 
     accelerator.ddp_handler = _HookHandler(existing_handler, make_hook)
@@ -66,7 +71,9 @@ def hook_accelerator(
 class _HookHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # mypy does not read accelerate
     """The arguments of DistributedDataParallel as in `existing_handler`, with a hook of TopKube."""
 
-    def __init__(self, existing_handler: DistributedDataParallelKwargs | None, make_hook: Callable[[], Hook]) -> None:
+    def __init__(
+        self, existing_handler: DistributedDataParallelKwargs | None, make_hook: Callable[[Any], Hook]
+    ) -> None:
         super().__init__()
         self._existing_handler, self._make_hook = existing_handler, make_hook
 
@@ -74,7 +81,7 @@ class _HookHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # mypy
         return dict(self._existing_handler.to_kwargs()) if self._existing_handler is not None else {}
 
     def register_comm_hook(self, model: Any) -> None:
-        model.register_comm_hook(None, self._make_hook())
+        model.register_comm_hook(None, self._make_hook(model.process_group))
 
 
 def _check_processes(accelerator: Accelerator) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from topkube import kernels
 from topkube.algorithms import CHOICES
-from topkube.environment import read_torch_local_size
 from topkube.errors import ArgumentError, TrainingError
+from topkube.integrations.ddp_groups import NodeRanks
 from topkube.kernels.selection import entries_kept
 from topkube.settings import Settings
 from topkube.telemetry import phases
@@ -35,11 +35,15 @@ def ddp_hook(
     wire: str | None = None,
     warmup_steps: int | None = None,
     ranks_per_node: int | None = None,
+    process_group: Any = None,
 ) -> Hook:
     """Return a hook for `DistributedDataParallel.register_comm_hook(None, hook)`. A collective: all ranks call it,
     after `torch.distributed.init_process_group("gloo")`.
 
-    The hook computes the mean of each bucket over all ranks as HiTopKComm does: a sum within the node, the largest
+    If the model has a process group of its own, pass it as `process_group` too: the members then call this together,
+    and the hook averages over them. The default is the group of all ranks.
+
+    The hook computes the mean of each bucket over these ranks as HiTopKComm does: a sum within the node, the largest
     entries between nodes, error feedback for the rest. `aggregation` is "hitopk", or "auto" and "dense", which both
     send the whole gradient. `density` is the share of entries that is sent between nodes, `wire` the format of their
     values ("fp32", "bf16", "fp16"), and `warmup_steps` the steps over which the density falls from 1 to `density`.
@@ -49,8 +53,8 @@ def ddp_hook(
 
     Buckets are tensors on the CPU. Those of float32, bfloat16 and float16 are compressed, and those of float64 are
     sent whole. If a `GradScaler` changes its factor, residuals are rescaled. Raises TrainingError if
-    torch.distributed is not initialized for tensors on the CPU, and ArgumentError if an argument has an invalid value,
-    or another value than on other ranks.
+    torch.distributed is not initialized for tensors on the CPU, or if this rank is no member of `process_group`, and
+    ArgumentError if an argument has an invalid value, or another value than on other ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise TrainingError(
@@ -62,14 +66,14 @@ def ddp_hook(
     values = AggregationSettings.from_settings(
         settings, algorithm=aggregation, density=density, wire=wire, warmup_steps=warmup_steps
     )
-    local_size = ranks_per_node or read_torch_local_size() or 1
-    _compare_settings(values, local_size)
+    ranks = NodeRanks.find(process_group, ranks_per_node)
+    _compare_settings(values, ranks)
     if values.algorithm not in (HITOPK, *CHOICES):
         raise ArgumentError(
             f"aggregation is {values.algorithm!r}, which ddp_hook does not support",
             next_step=f"choose one of {HITOPK}, {', '.join(CHOICES)}, or use topkube.DistributedOptimizer",
         )
-    exchange = _Exchange(values, local_size)
+    exchange = _Exchange(values, ranks)
 
     # torch refuses annotations that are text, as they are in this module.
     def topkube_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -108,20 +112,12 @@ class _Residual:
 class _Exchange:
     """The exchange of all buckets of a model, in one thread and in the order of the calls, while backward continues."""
 
-    def __init__(self, aggregation: AggregationSettings, local_size: int) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if local_size < 1 or size % local_size:
-            raise ArgumentError(
-                f"ranks_per_node is {local_size}, but {size} ranks cannot be divided into nodes of {local_size}",
-                next_step="start the same number of ranks on every node, or pass ranks_per_node",
-            )
+    def __init__(self, aggregation: AggregationSettings, ranks: NodeRanks) -> None:
+        ranks.check()
         watch_scalers()
-        self._aggregation, self._local_size, self._nodes, self._size = aggregation, local_size, size // local_size, size
-        node, local_rank = divmod(rank, local_size)
-        # Every rank makes every group, in the same order.
-        in_node = [dist.new_group(list(range(first, first + local_size))) for first in range(0, size, local_size)]
-        across = [dist.new_group(list(range(first, size, local_size))) for first in range(local_size)]
-        self._in_node, self._across = in_node[node], across[local_rank]
+        self._aggregation = aggregation
+        self._local_size, self._nodes, self._size = len(ranks.nodes[0]), len(ranks.nodes), len(ranks.ranks)
+        self._in_node, self._across = ranks.open_groups()
         self._thread = ThreadPoolExecutor(1, "topkube-ddp")
         self._step = 0
         self._is_first_bucket = True
@@ -258,12 +254,12 @@ class _Exchange:
         return total
 
 
-def _compare_settings(aggregation: AggregationSettings, local_size: int) -> None:
-    """Raise ArgumentError on all ranks if ranks have different settings. A collective of all ranks."""
-    own_digest = digest((aggregation, local_size))
+def _compare_settings(aggregation: AggregationSettings, ranks: NodeRanks) -> None:
+    """Raise ArgumentError on all ranks if ranks have different settings. A collective of all members."""
+    own_digest = digest((aggregation, ranks.nodes))
     bounds = torch.tensor([own_digest, -own_digest], dtype=torch.float64)
     try:
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=ranks.process_group)
     except RuntimeError as error:
         raise TrainingError(
             f"torch.distributed cannot reduce a tensor on the CPU: {error}",
@@ -273,7 +269,7 @@ def _compare_settings(aggregation: AggregationSettings, local_size: int) -> None
     if bounds[0] != -bounds[1]:
         raise ArgumentError(
             f"ranks call ddp_hook with different settings; those of rank {dist.get_rank()} are {aggregation}, with"
-            f" {local_size} ranks per node",
+            f" {len(ranks.nodes[0])} ranks per node",
             cause="TOPKUBE_* variables, LOCAL_WORLD_SIZE or the arguments differ between ranks",
             next_step="use the same settings, and the same number of ranks per node, on every rank",
         )

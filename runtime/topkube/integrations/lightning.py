@@ -102,9 +102,8 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not rea
             callbacks.append(_LightningStepReporter())
 
     def _register_ddp_hooks(self) -> None:
-        self.model.register_comm_hook(
-            None, ddp_hook(self._aggregation, ranks_per_node=self._place.local_size, **self._arguments)
-        )
+        hook = ddp_hook(self._aggregation, process_group=self.model.process_group, **self._arguments)
+        self.model.register_comm_hook(None, hook)
 
 
 class _LauncherEnvironment(TorchElasticEnvironment):  # type: ignore[misc]

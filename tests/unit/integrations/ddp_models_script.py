@@ -1,0 +1,88 @@
+"""Four ranks under torchrun, with models that DistributedDataParallel supports and the hook must support or refuse.
+Each rank stores what each case returned, or the error that it raised."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import topkube
+
+CASES: list[Callable[[], Any]] = []
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES.append(function)
+    return function
+
+
+def run(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def hook_model(module: torch.nn.Module, hook: Any = None, **options: Any) -> Any:
+    model = DistributedDataParallel(module, **options)
+    model.register_comm_hook(None, hook or topkube.ddp_hook("hitopk", density=0.05, ranks_per_node=1))
+    return model
+
+
+def build_layer(inputs: int = 8) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(inputs, 1, bias=False)
+
+
+def find_halves() -> tuple[Any, Any]:
+    """Return this rank's half of the ranks as a process group, and the other half."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = dist.get_rank() // 2
+    return halves[own], halves[1 - own]
+
+
+# ---- process groups
+
+
+def average_in(process_group: Any, **options: Any) -> float:
+    """Return the mean over `process_group` of gradients that are the numbers of the ranks, from 1."""
+    hook = topkube.ddp_hook("dense", process_group=process_group, **options)
+    model = hook_model(build_layer(), hook, process_group=process_group)
+    model(torch.full((1, 8), dist.get_rank() + 1.0)).sum().backward()
+    return float(model.module.weight.grad[0, 0])
+
+
+@case
+def half_of_the_ranks() -> float:
+    return average_in(find_halves()[0])
+
+
+@case
+def half_of_the_ranks_as_two_nodes() -> float:
+    return average_in(find_halves()[0], ranks_per_node=1)
+
+
+@case
+def one_rank_of_each_node() -> float:
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return average_in(columns[dist.get_rank() % 2])
+
+
+@case
+def no_member() -> Any:
+    return topkube.ddp_hook("dense", process_group=find_halves()[1])
+
+
+os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
+dist.init_process_group("gloo")
+results = {function.__name__: run(function) for function in CASES}
+torch.save(results, Path(sys.argv[1]) / f"rank-{dist.get_rank()}.pt")
+sys.stdout.flush()
+os._exit(0)

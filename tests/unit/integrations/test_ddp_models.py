@@ -1,0 +1,51 @@
+"""The hook for DistributedDataParallel with models of many kinds, on four ranks: what it averages, and what it
+refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import worlds
+
+from topkube.errors import TrainingError
+
+SCRIPT = Path(__file__).with_name("ddp_models_script.py")
+Cases = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """Return the result of each rank, or its error, for each case of the script."""
+    folder = tmp_path_factory.mktemp("ddp-models")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable]
+    with worlds.start_forks("mpich", folder, ("torch._dynamo", "torch.distributed")) as socket:
+        command = [*torchrun, *worlds.build_fork_arguments(socket, SCRIPT), str(folder)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    ranks = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(4)]
+    return {name: [results[name] for results in ranks] for name in ranks[0]}
+
+
+def check_errors(results: list[Any], kind: type[Exception], text: str) -> None:
+    for result in results:
+        assert isinstance(result, kind), result
+        assert text in str(result)
+
+
+@pytest.mark.parametrize("name", ["half_of_the_ranks", "half_of_the_ranks_as_two_nodes"])
+def test_gradients_are_averaged_over_the_process_group(cases: Cases, name: str) -> None:
+    assert cases[name] == [1.5, 1.5, 3.5, 3.5]
+
+
+def test_a_process_group_with_one_rank_of_each_node(cases: Cases) -> None:
+    assert cases["one_rank_of_each_node"] == [2.0, 3.0, 2.0, 3.0]
+
+
+def test_a_rank_outside_of_the_process_group_is_refused(cases: Cases) -> None:
+    check_errors(cases["no_member"], TrainingError, "not a member of process_group")
