@@ -91,6 +91,23 @@ def check_device(device: torch.device) -> None:
         )
 
 
+def _check_gradients(buffer: torch.Tensor) -> None:
+    """Raise TrainingError if the hook does not support the gradients of a bucket."""
+    if buffer.layout != torch.strided:
+        raise TrainingError(
+            "a parameter has sparse gradients, and ddp_hook supports dense gradients only",
+            cause="torch.nn.Embedding(sparse=True)",
+            next_step="pass sparse=False, or use topkube.DistributedOptimizer, which exchanges sparse gradients",
+        )
+    check_device(buffer.device)
+
+
+def _run_at_end(callback: Callable[[], None]) -> None:
+    """Run `callback` at the end of the backward pass that runs, after the callbacks that wait already, in the thread
+    that called backward()."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 # torch 2.13 has a new name for this call, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -126,19 +143,35 @@ class _Exchange:
         self._pending: dict[int, _Residual] = {}
         """Residuals of the last step, by bucket. The next step commits them, unless a gradient was not finite."""
         self._is_finite = True
+        self._error: Exception | None = None
+        """The error that ended the exchange: ranks are out of step after it."""
 
     def submit(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Return the future of a bucket's mean, which is written into the bucket's own memory."""
+        """Return the future of a bucket's mean, which is written into the bucket's own memory. Raises TrainingError for
+        gradients that the hook does not support, and the error of an earlier bucket."""
+        self._raise_error()
         buffer, future = bucket.buffer(), torch.futures.Future[torch.Tensor]()
-        check_device(buffer.device)
+        _check_gradients(buffer)
         task = torch._C._current_graph_task_id()
-        if task >= 0:  # not for a rank that has joined (Join), and sends zeros outside a backward
+        is_backward = task >= 0  # a rank that has joined (Join) sends zeros outside a backward
+        if is_backward:
             self._loss_scale = float(find_loss_scale(task))
         arguments = buffer, bucket.index(), self._step, self._is_first_bucket, self._loss_scale
-        self._thread.submit(self._run, future, *arguments)
+        job = self._thread.submit(self._run, future, *arguments)
         self._is_first_bucket = bucket.is_last()
         self._step += self._is_first_bucket
+        if is_backward:
+            # torch waits for the buckets in a callback that it adds after this one. A callback that this one adds runs
+            # after torch's.
+            _run_at_end(lambda: _run_at_end(self._raise_error))
+        else:
+            job.result()
+            self._raise_error()
         return future
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _run(
         self,
@@ -150,6 +183,8 @@ class _Exchange:
         loss_scale: float,
     ) -> None:
         try:
+            if self._error is not None:
+                return
             with torch.no_grad():
                 if is_first_bucket:
                     self._commit_residuals()
@@ -157,8 +192,8 @@ class _Exchange:
                 # All ranks hold the same mean, so all ranks agree without a message.
                 self._is_finite = self._is_finite and bool(torch.isfinite(buffer).all())
         except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]  # torch declares another type
-        else:
+            self._error = error  # torch would lose the type of an error in the future
+        finally:
             future.set_result(buffer)
 
     def _commit_residuals(self) -> None:

@@ -80,6 +80,53 @@ def no_member() -> Any:
     return topkube.ddp_hook("dense", process_group=find_halves()[1])
 
 
+# ---- errors
+
+
+@case
+def sparse_embedding() -> None:
+    model = hook_model(torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 1)))
+    model(torch.tensor([1, 2])).sum().backward()
+
+
+class FailedExchange(Exception):
+    """An error of the hook's thread."""
+
+
+@case
+def error_in_the_thread() -> list[str]:
+    """Return where an error of the thread that exchanges arrives: in its own backward, and in the next."""
+    hook = topkube.ddp_hook("hitopk", density=0.05, ranks_per_node=1)
+    model = hook_model(build_layer(), hook)
+    exchange = next(cell.cell_contents for cell in hook.__closure__)  # type: ignore[attr-defined]
+
+    def fail(*_: Any) -> None:
+        raise FailedExchange
+
+    exchange._average_bucket = fail
+    places = []
+    for place in ("own backward", "next backward"):
+        try:
+            model(torch.ones(1, 8)).sum().backward()
+        except FailedExchange:
+            places.append(place)
+    return places
+
+
+@case
+def lost_rank() -> list[str]:
+    """Train until a rank ends; return the text of the error in its backward, and the name of its type."""
+    model = hook_model(build_layer())
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 3:
+            return []
+        try:
+            model(torch.ones(1, 8)).sum().backward()
+        except Exception as error:
+            return [type(error).__name__, str(error)]
+    return []
+
+
 os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
 dist.init_process_group("gloo")
 results = {function.__name__: run(function) for function in CASES}

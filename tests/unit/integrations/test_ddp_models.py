@@ -49,3 +49,20 @@ def test_a_process_group_with_one_rank_of_each_node(cases: Cases) -> None:
 
 def test_a_rank_outside_of_the_process_group_is_refused(cases: Cases) -> None:
     check_errors(cases["no_member"], TrainingError, "not a member of process_group")
+
+
+def test_sparse_gradients_are_refused(cases: Cases) -> None:
+    check_errors(cases["sparse_embedding"], TrainingError, "sparse=False")
+
+
+def test_an_error_of_the_exchange_keeps_its_type(cases: Cases) -> None:
+    """The thread that called backward raises it. The ranks are out of step after it, so the next backward fails too."""
+    assert cases["error_in_the_thread"] == [["own backward", "next backward"]] * 4
+
+
+def test_a_lost_rank_is_an_error_of_torch(cases: Cases) -> None:
+    *others, lost = cases["lost_rank"]
+    assert lost == []
+    for kind, text in others:
+        assert (kind, "Unable to cast" in text) == ("RuntimeError", False), text
+        assert "gloo" in text or "onnection" in text
