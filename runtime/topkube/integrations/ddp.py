@@ -19,7 +19,8 @@ from topkube.kernels.selection import entries_kept
 from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.autograd.loss_scale import find_loss_scale, watch_scalers
+from topkube.training.exchange.autograd.loss_scale import find_loss_scale, has_scaled_losses, watch_scalers
+from topkube.training.exchange.autograd.nested_backward import refuse_nested_backward
 from topkube.training.ranks.agreement import digest
 
 HITOPK = "hitopk"
@@ -155,6 +156,8 @@ class _Exchange:
         task = torch._C._current_graph_task_id()
         is_backward = task >= 0  # a rank that has joined (Join) sends zeros outside a backward
         if is_backward:
+            if has_scaled_losses():
+                refuse_nested_backward()  # its factor is that of the outer pass
             self._loss_scale = float(find_loss_scale(task))
         arguments = buffer, bucket.index(), self._step, self._is_first_bucket, self._loss_scale
         job = self._thread.submit(self._run, future, *arguments)

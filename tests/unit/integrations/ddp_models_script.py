@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import topkube
 
@@ -78,6 +79,46 @@ def one_rank_of_each_node() -> float:
 @case
 def no_member() -> Any:
     return topkube.ddp_hook("dense", process_group=find_halves()[1])
+
+
+# ---- activation checkpoints
+
+
+class Checkpointed(torch.nn.Module):
+    """A layer whose forward runs again in backward, in an inner backward pass if `is_reentrant`."""
+
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.is_reentrant = build_layer(), is_reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=self.is_reentrant)
+
+
+def train_with_checkpoints(is_reentrant: bool, scale: float) -> float:
+    """Return the first gradient of the third step. The ranks have the gradients 1, 2, 3 and 4 times `scale`."""
+    hook = topkube.ddp_hook("hitopk", density=0.999, ranks_per_node=1)
+    model = hook_model(Checkpointed(is_reentrant), hook, static_graph=is_reentrant)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
+    for _ in range(3):
+        model.zero_grad()
+        scaler.scale(model(torch.full((1, 8), dist.get_rank() + 1.0, requires_grad=True)).sum()).backward()
+    return float(model.module.layer.weight.grad[0, 0])
+
+
+@case
+def reentrant_checkpoint() -> float:  # before a scaler is in use
+    return train_with_checkpoints(True, 1.0)
+
+
+@case
+def checkpoint_and_scaler() -> float:
+    return train_with_checkpoints(False, 4.0)
+
+
+@case
+def reentrant_checkpoint_and_scaler() -> float:
+    return train_with_checkpoints(True, 4.0)
 
 
 # ---- errors

@@ -51,6 +51,13 @@ def test_a_rank_outside_of_the_process_group_is_refused(cases: Cases) -> None:
     check_errors(cases["no_member"], TrainingError, "not a member of process_group")
 
 
+def test_the_factor_of_a_scaler_must_be_known(cases: Cases) -> None:
+    """In the inner backward pass of a reentrant checkpoint it is not."""
+    assert cases["reentrant_checkpoint"] == [2.5] * 4
+    assert cases["checkpoint_and_scaler"] == [10.0] * 4
+    check_errors(cases["reentrant_checkpoint_and_scaler"], TrainingError, "use_reentrant=False")
+
+
 def test_sparse_gradients_are_refused(cases: Cases) -> None:
     check_errors(cases["sparse_embedding"], TrainingError, "sparse=False")
 

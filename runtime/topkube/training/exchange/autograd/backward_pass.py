@@ -9,8 +9,6 @@ which optimizers took part on any rank, and exchange their gradients in the orde
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 import weakref
 from typing import Protocol
 
@@ -18,6 +16,7 @@ import torch
 
 from topkube.errors import TrainingError
 from topkube.training.exchange.autograd.loss_scale import find_loss_scale
+from topkube.training.exchange.autograd.nested_backward import refuse_nested_backward
 from topkube.training.ranks import communication_thread
 from topkube.training.ranks.agreement import digest, open_agreement
 from topkube.world import World
@@ -88,7 +87,7 @@ class BackwardPass:
         exchanged gradients."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            _refuse_nested()
+            refuse_nested_backward()
             reached, self._reached, self._task = self._reached, [], None
             for broken_off in reached:
                 broken_off.abandon()
@@ -162,23 +161,6 @@ def _gather_union(world: World, numbers: list[int]) -> list[int]:
     padded = [float(number) for number in own] + [-1.0] * (int(largest_count) - len(own))
     rows = communication_thread.run(lambda: open_agreement(world).gather(padded))
     return sorted({int(number) for number in rows.flat if number >= 0})
-
-
-def _refuse_nested() -> None:
-    """Raise TrainingError inside a backward() that another backward() runs: the inner pass ends before the outer pass,
-    so it is unknown when all gradients are ready."""
-    frame, depth = sys._getframe(), 0
-    while frame is not None:
-        depth += frame.f_code.co_name == "_engine_run_backward"
-        frame = frame.f_back  # type: ignore[assignment]
-    started_by_torch = isinstance(threading.current_thread(), threading._DummyThread)  # a device's backward thread
-    if depth > (0 if started_by_torch else 1):
-        raise TrainingError(
-            "backward() runs inside another backward()",
-            cause="torch.utils.checkpoint with use_reentrant=True",
-            next_step="pass use_reentrant=False to torch.utils.checkpoint.checkpoint (in Hugging Face:"
-            " gradient_checkpointing_kwargs={'use_reentrant': False})",
-        )
 
 
 current_pass = BackwardPass()

@@ -25,6 +25,11 @@ def find_loss_scale(task: int) -> torch.Tensor | float:
     return _latest[1] if _latest[0] == task else 1.0
 
 
+def has_scaled_losses() -> bool:
+    """Return True if a backward pass of this process had a loss that a scaler scaled."""
+    return _latest[0] >= 0
+
+
 def watch_scalers() -> None:
     """Make every GradScaler, also those that exist already, leave its factor with the losses that it scales. Subclasses
     with their own `scale`, such as FSDP's ShardedGradScaler, are watched too, whenever they are defined."""
