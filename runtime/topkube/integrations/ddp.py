@@ -15,6 +15,7 @@ from topkube import kernels
 from topkube.algorithms import CHOICES
 from topkube.errors import ArgumentError, TrainingError
 from topkube.integrations.ddp_groups import NodeRanks
+from topkube.integrations.ddp_model import HookedModel
 from topkube.kernels.selection import entries_kept
 from topkube.settings import Settings
 from topkube.telemetry import phases
@@ -136,6 +137,7 @@ class _Exchange:
         self._aggregation = aggregation
         self._local_size, self._nodes, self._size = len(ranks.nodes[0]), len(ranks.nodes), len(ranks.ranks)
         self._in_node, self._across = ranks.open_groups()
+        self._model = HookedModel(ranks.ranks)
         self._thread = ThreadPoolExecutor(1, "topkube-ddp")
         self._step = 0
         self._is_first_bucket = True
@@ -149,9 +151,10 @@ class _Exchange:
 
     def submit(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Return the future of a bucket's mean, which is written into the bucket's own memory. Raises TrainingError for
-        gradients that the hook does not support, and the error of an earlier bucket."""
+        gradients that the hook does not support, for those of another model, and the error of an earlier bucket."""
         self._raise_error()
         buffer, future = bucket.buffer(), torch.futures.Future[torch.Tensor]()
+        self._model.check(bucket.parameters(), is_first_pass=self._step == 0)
         _check_gradients(buffer)
         task = torch._C._current_graph_task_id()
         is_backward = task >= 0  # a rank that has joined (Join) sends zeros outside a backward

@@ -3,6 +3,7 @@ Each rank stores what each case returned, or the error that it raised."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -79,6 +80,43 @@ def one_rank_of_each_node() -> float:
 @case
 def no_member() -> Any:
     return topkube.ddp_hook("dense", process_group=find_halves()[1])
+
+
+@case
+def other_group_than_the_model() -> None:
+    model = hook_model(build_layer(), process_group=find_halves()[0])
+    model(torch.ones(1, 8)).sum().backward()
+
+
+# ---- which model
+
+
+def train_two_models(in_one_backward: bool, freezes_objects: bool = False) -> None:
+    hook = topkube.ddp_hook("hitopk", density=0.05, ranks_per_node=1)
+    models = [hook_model(build_layer(), hook) for _ in range(2)]
+    if freezes_objects:
+        gc.freeze()
+    losses = [model(torch.ones(1, 8)).sum() for model in models]
+    for loss in [sum(losses)] if in_one_backward else losses:
+        loss.backward()
+
+
+@case
+def one_hook_for_two_models() -> None:
+    train_two_models(in_one_backward=False)
+
+
+@case
+def one_hook_for_two_models_in_one_backward() -> None:
+    train_two_models(in_one_backward=True)
+
+
+@case
+def one_hook_for_two_models_that_gc_does_not_list() -> None:
+    try:
+        train_two_models(in_one_backward=False, freezes_objects=True)
+    finally:
+        gc.unfreeze()
 
 
 # ---- activation checkpoints

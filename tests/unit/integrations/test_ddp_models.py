@@ -51,6 +51,15 @@ def test_a_rank_outside_of_the_process_group_is_refused(cases: Cases) -> None:
     check_errors(cases["no_member"], TrainingError, "not a member of process_group")
 
 
+def test_another_process_group_than_that_of_the_model_is_refused(cases: Cases) -> None:
+    check_errors(cases["other_group_than_the_model"], TrainingError, "ddp_hook(process_group=model.process_group)")
+
+
+@pytest.mark.parametrize("how", ["", "_in_one_backward", "_that_gc_does_not_list"])
+def test_a_hook_is_for_one_model(cases: Cases, how: str) -> None:
+    check_errors(cases["one_hook_for_two_models" + how], TrainingError, "call ddp_hook once per model")
+
+
 def test_the_factor_of_a_scaler_must_be_known(cases: Cases) -> None:
     """In the inner backward pass of a reentrant checkpoint it is not."""
     assert cases["reentrant_checkpoint"] == [2.5] * 4
