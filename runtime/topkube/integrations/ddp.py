@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -128,6 +130,27 @@ class _Residual:
             self.loss_scale = loss_scale
 
 
+@dataclass(frozen=True)
+class _ReadyBucket:
+    """A bucket of step `step`, from 0, with the gradients of this rank, which are multiplied by `loss_scale`. `used`
+    says which of its `parameters` have had a gradient on this rank; None if all have."""
+
+    buffer: torch.Tensor
+    parameters: list[torch.Tensor]
+    used: list[bool] | None
+    index: int
+    step: int
+    is_first: bool
+    loss_scale: float
+
+    def list_places(self) -> list[slice]:
+        """Return the place of each parameter in the buffer."""
+        # A complex number is two entries of the buffer.
+        sizes = [parameter.numel() * (1 + parameter.is_complex()) for parameter in self.parameters]
+        assert sum(sizes) == self.buffer.numel()
+        return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
 class _Exchange:
     """The exchange of all buckets of a model, in one thread and in the order of the calls, while backward continues."""
 
@@ -138,9 +161,10 @@ class _Exchange:
         self._local_size, self._nodes, self._size = len(ranks.nodes[0]), len(ranks.nodes), len(ranks.ranks)
         self._in_node, self._across = ranks.open_groups()
         self._model = HookedModel(ranks.ranks)
+        self._may_leave_out: bool | None = None
+        """True if parameters may be unused in a step, on any rank; None until the ranks have agreed on it."""
         self._thread = ThreadPoolExecutor(1, "topkube-ddp")
-        self._step = 0
-        self._is_first_bucket = True
+        self._step, self._last_index = -1, math.inf
         self._loss_scale = 1.0
         self._residuals: dict[int, _Residual] = {}
         self._pending: dict[int, _Residual] = {}
@@ -153,8 +177,11 @@ class _Exchange:
         """Return the future of a bucket's mean, which is written into the bucket's own memory. Raises TrainingError for
         gradients that the hook does not support, for those of another model, and the error of an earlier bucket."""
         self._raise_error()
-        buffer, future = bucket.buffer(), torch.futures.Future[torch.Tensor]()
-        self._model.check(bucket.parameters(), is_first_pass=self._step == 0)
+        buffer, parameters, index = bucket.buffer(), bucket.parameters(), bucket.index()
+        is_first = index <= self._last_index  # torch may leave out buckets, also the last
+        self._last_index = index
+        self._step += is_first
+        self._model.check(parameters, is_first_pass=self._step == 0)
         _check_gradients(buffer)
         task = torch._C._current_graph_task_id()
         is_backward = task >= 0  # a rank that has joined (Join) sends zeros outside a backward
@@ -162,10 +189,10 @@ class _Exchange:
             if has_scaled_losses():
                 refuse_nested_backward()  # its factor is that of the outer pass
             self._loss_scale = float(find_loss_scale(task))
-        arguments = buffer, bucket.index(), self._step, self._is_first_bucket, self._loss_scale
-        job = self._thread.submit(self._run, future, *arguments)
-        self._is_first_bucket = bucket.is_last()
-        self._step += self._is_first_bucket
+        used = self._model.take_used(parameters)
+        ready = _ReadyBucket(buffer, parameters, used, index, self._step, is_first, self._loss_scale)
+        future = torch.futures.Future[torch.Tensor]()
+        job = self._thread.submit(self._run, future, ready)
         if is_backward:
             # torch waits for the buckets in a callback that it adds after this one. A callback that this one adds runs
             # after torch's.
@@ -179,28 +206,52 @@ class _Exchange:
         if self._error is not None:
             raise self._error
 
-    def _run(
-        self,
-        future: torch.futures.Future[torch.Tensor],
-        buffer: torch.Tensor,
-        index: int,
-        step: int,
-        is_first_bucket: bool,
-        loss_scale: float,
-    ) -> None:
+    def _run(self, future: torch.futures.Future[torch.Tensor], bucket: _ReadyBucket) -> None:
         try:
             if self._error is not None:
                 return
             with torch.no_grad():
-                if is_first_bucket:
+                if bucket.is_first:
                     self._commit_residuals()
-                self._average_bucket(buffer, index, step, loss_scale)
-                # All ranks hold the same mean, so all ranks agree without a message.
-                self._is_finite = self._is_finite and bool(torch.isfinite(buffer).all())
+                self._exchange_bucket(bucket)
         except Exception as error:
             self._error = error  # torch would lose the type of an error in the future
         finally:
-            future.set_result(buffer)
+            future.set_result(bucket.buffer)
+
+    def _exchange_bucket(self, bucket: _ReadyBucket) -> None:
+        """Replace a bucket by its mean over all ranks. torch ignores the means of parameters that no rank used: nothing
+        is sent of them, and their part of the bucket stays as it is."""
+        is_whole = self._nodes == 1 or bucket.buffer.dtype == torch.float64 or self._is_whole_at(bucket.step)
+        unused = [] if is_whole else self._find_unused(bucket)
+        phases.current.sent(dense=2 * (self._size - 1) * bucket.buffer.nbytes // self._size)
+        if len(unused) == len(bucket.parameters):
+            return
+        kept = [bucket.buffer[place].clone() for place in unused]
+        self._average_bucket(bucket, is_whole, unused)
+        # All ranks hold the same mean, so all ranks agree without a message.
+        self._is_finite = self._is_finite and bool(torch.isfinite(bucket.buffer).all())
+        for place, values in zip(unused, kept, strict=True):
+            bucket.buffer[place] = values
+
+    def _find_unused(self, bucket: _ReadyBucket) -> list[slice]:
+        """Return the places of the parameters that no rank used, in the bucket. A collective of all ranks, if any
+        rank's model may leave out parameters."""
+        if self._may_leave_out is None:
+            self._may_leave_out = bool(self._find_maximum(torch.tensor([self._model.finds_unused]))[0])
+        if not self._may_leave_out:
+            return []
+        used = self._find_maximum(torch.tensor(bucket.used or [True] * len(bucket.parameters)))
+        return [place for place, is_used in zip(bucket.list_places(), used.tolist(), strict=True) if not is_used]
+
+    def _find_maximum(self, flags: torch.Tensor) -> torch.Tensor:
+        """Return for each flag if it is set on any rank. flags: (n,) bool."""
+        flags = flags.to(torch.uint8)
+        with phases.current.timed("inter"):
+            if self._local_size > 1:
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._in_node)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._across)
+        return flags
 
     def _commit_residuals(self) -> None:
         """Take over the residuals of the last step; drop them if a gradient was not finite, because the optimizer has
@@ -209,21 +260,20 @@ class _Exchange:
             self._residuals.update(self._pending)
         self._pending, self._is_finite = {}, True
 
-    def _average_bucket(self, buffer: torch.Tensor, index: int, step: int, loss_scale: float) -> None:
-        """Replace `buffer` by its mean over all ranks. buffer: (n,)."""
-        is_whole = buffer.dtype == torch.float64 or self._is_whole_at(step)
+    def _average_bucket(self, bucket: _ReadyBucket, is_whole: bool, unused: list[slice]) -> None:
+        """Replace a bucket by its mean over all ranks, or by zeros at the places `unused`."""
+        buffer = bucket.buffer
         count = buffer.numel()
         length = math.ceil(count / self._local_size)
         whole = buffer  # (local_size * length,)
         if count != self._local_size * length:
             whole = torch.zeros(self._local_size * length, dtype=buffer.dtype)
             whole[:count] = buffer
-        phases.current.sent(dense=2 * (self._size - 1) * buffer.nbytes // self._size)
         with phases.current.timed("intra"):
             shard = self._sum_in_node(whole, length)
         shard *= 1 / self._size
         if self._nodes > 1:
-            shard = self._sum_between_nodes(shard) if is_whole else self._compress(shard, index, step, loss_scale)
+            shard = self._sum_between_nodes(shard) if is_whole else self._compress(shard, bucket, unused)
         result = shard.to(buffer.dtype)
         if self._local_size > 1:
             with phases.current.timed("intra"):
@@ -269,21 +319,21 @@ class _Exchange:
         phases.current.sent(inter=2 * (nodes - 1) * total.nbytes)
         return padded[: len(shard)]
 
-    def _compress(self, shard: torch.Tensor, index: int, step: int, loss_scale: float) -> torch.Tensor:
+    def _compress(self, shard: torch.Tensor, bucket: _ReadyBucket, unused: list[slice]) -> torch.Tensor:
         """Return the sum of the largest entries of a shard over all nodes, added in rank order. (length,) -> (length,),
-        float32."""
+        float32. The residuals at the places `unused` of the bucket wait for a step that uses them."""
         length, values = len(shard), self._aggregation
-        density = values.density_at(step)
-        residual = self._residuals.get(index)
+        density = values.density_at(bucket.step)
+        residual = self._residuals.get(bucket.index)
         if residual is None or len(residual.values) != length:
-            residual = _Residual(torch.zeros(length), loss_scale)
-        residual.rescale(loss_scale)
+            residual = _Residual(torch.zeros(length), bucket.loss_scale)
+        residual.rescale(bucket.loss_scale)
         entries = entries_kept(length, density)
         pending = torch.empty(length)
-        with phases.current.timed("select"):
+        with phases.current.timed("select"), self._set_aside(unused, shard, residual.values, pending):
             places, chosen = kernels.compress_(shard, residual.values, entries, out=pending)
             payload = kernels.encode(places, chosen, length, wire=values.wire, residual=pending)
-        self._pending[index] = _Residual(pending, loss_scale)
+        self._pending[bucket.index] = _Residual(pending, bucket.loss_scale)
         row_bytes = torch.as_tensor(payload)
         received = torch.empty(self._nodes, len(row_bytes), dtype=torch.uint8)
         with phases.current.timed("inter"):
@@ -293,6 +343,23 @@ class _Exchange:
         for row in received:
             kernels.decode_add_(total, row)
         return total
+
+    @contextmanager
+    def _set_aside(
+        self, unused: list[slice], shard: torch.Tensor, residual: torch.Tensor, pending: torch.Tensor
+    ) -> Iterator[None]:
+        """Return a context in which `shard` and `residual` are zero at the places `unused` of the bucket. After it,
+        `residual` is as before, and `pending` has the same values there. All three: (length,)."""
+        length = len(shard)
+        start = dist.get_rank(self._in_node) * length
+        bounds = [(max(place.start - start, 0), min(place.stop - start, length)) for place in unused]
+        places = [slice(first, end) for first, end in bounds if first < end]
+        kept = [residual[place].clone() for place in places]
+        for place in places:
+            shard[place] = residual[place] = 0
+        yield
+        for place, values in zip(places, kept, strict=True):
+            residual[place] = pending[place] = values
 
 
 def _compare_settings(aggregation: AggregationSettings, ranks: NodeRanks) -> None:

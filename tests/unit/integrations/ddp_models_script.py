@@ -4,6 +4,7 @@ Each rank stores what each case returned, or the error that it raised."""
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import topkube
+from topkube.integrations import ddp_model
 
 CASES: list[Callable[[], Any]] = []
 
@@ -117,6 +119,132 @@ def one_hook_for_two_models_that_gc_does_not_list() -> None:
         train_two_models(in_one_backward=False, freezes_objects=True)
     finally:
         gc.unfreeze()
+
+
+# ---- parameters that a step does not use
+
+
+class Parts(torch.nn.Module):
+    """Two layers; a step may use the first one only. `never` is unused in all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never, self.first, self.second = build_layer(500), build_layer(500), build_layer(500)
+
+    def forward(self, x: torch.Tensor, uses_second: bool) -> Any:
+        return self.first(x) * 1e-3, self.second(x) if uses_second else None
+
+
+def train_parts(
+    is_used: Callable[[int], bool],
+    in_no_sync: bool = False,
+    in_graph: bool = False,
+    freezes: bool = False,
+    to_none: bool = True,
+    ranks_per_node: int = 1,
+    **options: Any,
+) -> tuple[float, float]:
+    """Train 40 steps, of which those with `is_used` have a gradient of 1 for every weight of the second layer, and then
+    steps with zero gradients, until all residuals are sent. Return the least and the largest sum of gradients that a
+    weight got."""
+    hook = topkube.ddp_hook("hitopk", density=0.05, ranks_per_node=ranks_per_node)
+    model = hook_model(Parts(), hook, find_unused_parameters=True, **options)
+    weight, total, x = model.module.second.weight, torch.zeros(500), torch.ones(1, 500)
+    for step in range(80):
+        uses, is_zero = is_used(step) or step >= 40, step >= 40
+        model.zero_grad(set_to_none=to_none)
+        if freezes:
+            weight.requires_grad_(uses)
+        if in_no_sync:
+            with model.no_sync():
+                compute_loss(model(x, uses), uses, is_zero).backward()
+            uses = False
+        compute_loss(model(x, uses or in_graph), uses, is_zero).backward()
+        total += 0 if weight.grad is None else weight.grad[0]
+    return float(total.min()), float(total.max())
+
+
+def compute_loss(outputs: Any, uses_second: bool, is_zero: bool) -> torch.Tensor:
+    first, second = outputs
+    loss = (first + second if uses_second else first).sum()
+    return loss * 0 if is_zero else loss
+
+
+def is_fourth(step: int) -> bool:
+    return step % 4 == 1
+
+
+@case
+def unused_on_all_ranks() -> Any:
+    return train_parts(is_fourth)
+
+
+@case
+def unused_on_three_ranks() -> Any:
+    return train_parts(lambda step: is_fourth(step) and dist.get_rank() == 2)
+
+
+@case
+def unused_with_two_ranks_per_node() -> Any:
+    return train_parts(is_fourth, ranks_per_node=2)
+
+
+@case
+def unused_in_small_buckets() -> Any:
+    return train_parts(is_fourth, bucket_cap_mb=0.001)
+
+
+@case
+def unused_with_views() -> Any:
+    return train_parts(is_fourth, gradient_as_bucket_view=True, to_none=False)
+
+
+@case
+def used_under_no_sync() -> Any:
+    return train_parts(is_fourth, in_no_sync=True)
+
+
+@case
+def unused_part_of_the_graph() -> Any:
+    return train_parts(is_fourth, in_graph=True)
+
+
+@case
+def unused_because_frozen() -> Any:
+    return train_parts(is_fourth, freezes=True)
+
+
+@case
+def unused_in_a_model_that_gc_does_not_list() -> Any:
+    find_models, ddp_model._find_models = ddp_model._find_models, lambda parameter: []
+    try:
+        return train_parts(is_fourth)
+    finally:
+        ddp_model._find_models = find_models
+
+
+@case
+def kept_gradient() -> bool:
+    """Return True if a step that does not use a parameter leaves its gradient as it was."""
+    model = hook_model(Parts(), find_unused_parameters=True, gradient_as_bucket_view=True)
+    for _ in range(3):
+        compute_loss(model(torch.ones(1, 500), True), True, False).backward()
+    before = model.module.second.weight.grad.clone()
+    compute_loss(model(torch.ones(1, 500), False), False, False).backward()
+    return torch.equal(model.module.second.weight.grad, before)
+
+
+@case
+def left_out_bucket() -> int:
+    """Return how many entries a sparse step has, if torch leaves out the bucket that has only unused parameters."""
+    options = {"skip_all_reduce_unused_params": True}
+    if not options.keys() <= inspect.signature(DistributedDataParallel).parameters.keys():
+        return -1
+    model = hook_model(Parts(), find_unused_parameters=True, bucket_cap_mb=0.001, **options)
+    for _ in range(2):
+        model.zero_grad()
+        compute_loss(model(torch.ones(1, 500), True), True, False).backward()
+    return int(torch.count_nonzero(model.module.second.weight.grad))
 
 
 # ---- activation checkpoints

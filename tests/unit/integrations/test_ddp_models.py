@@ -60,6 +60,36 @@ def test_a_hook_is_for_one_model(cases: Cases, how: str) -> None:
     check_errors(cases["one_hook_for_two_models" + how], TrainingError, "call ddp_hook once per model")
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("unused_on_all_ranks", 10),
+        ("unused_on_three_ranks", 2.5),
+        ("unused_with_two_ranks_per_node", 10),
+        ("unused_in_small_buckets", 10),
+        ("unused_with_views", 10),
+        ("used_under_no_sync", 10),
+        ("unused_part_of_the_graph", 10),
+        ("unused_because_frozen", 10),
+        ("unused_in_a_model_that_gc_does_not_list", 10),
+    ],
+)
+def test_residuals_wait_for_a_step_that_uses_the_parameter(cases: Cases, name: str, expected: float) -> None:
+    """torch drops what is sent of a parameter that no rank used. In the end every weight has its whole gradient."""
+    for result in cases[name]:
+        assert result == pytest.approx((expected, expected)), result
+
+
+def test_an_unused_parameter_keeps_its_gradient(cases: Cases) -> None:
+    assert cases["kept_gradient"] == [True] * 4
+
+
+def test_steps_count_if_torch_leaves_out_a_bucket(cases: Cases) -> None:
+    entries = cases["left_out_bucket"]
+    assert entries[0] <= 4 * 25, "the second step is not sparse"
+    assert entries == [entries[0]] * 4
+
+
 def test_the_factor_of_a_scaler_must_be_known(cases: Cases) -> None:
     """In the inner backward pass of a reentrant checkpoint it is not."""
     assert cases["reentrant_checkpoint"] == [2.5] * 4
