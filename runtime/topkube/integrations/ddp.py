@@ -224,6 +224,7 @@ class _Exchange:
         is sent of them, and their part of the bucket stays as it is."""
         is_whole = self._nodes == 1 or bucket.buffer.dtype == torch.float64 or self._is_whole_at(bucket.step)
         unused = [] if is_whole else self._find_unused(bucket)
+        phases.current.note_density(1.0 if is_whole else self._aggregation.density_at(bucket.step))
         phases.current.sent(dense=2 * (self._size - 1) * bucket.buffer.nbytes // self._size)
         if len(unused) == len(bucket.parameters):
             return

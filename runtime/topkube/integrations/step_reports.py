@@ -78,6 +78,7 @@ class StepReports:
             epoch=epoch,
             seconds=own_phases.seconds,
             checkpoint_step=checkpoint_step,
+            density=own_phases.density,
             time=time.time(),
         )
         if self._metrics is not None:

@@ -20,12 +20,14 @@ nodes. These three run in the communication thread and overlap with `backward`."
 @dataclass
 class Snapshot:
     """Totals since the last `take`: seconds per phase, the bytes that this rank sent inside the node and between nodes,
-    and the bytes per rank of a dense ring all-reduce of the same gradients."""
+    and the bytes per rank of a dense ring all-reduce of the same gradients. `density` is that of the last exchange, as
+    the hook for DistributedDataParallel notes it; 1 if nothing was compressed."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     intra_bytes: int = 0
     inter_bytes: int = 0
     dense_bytes: int = 0
+    density: float = 1.0
 
 
 class Phases:
@@ -36,6 +38,7 @@ class Phases:
         self._seconds: dict[str, float] = defaultdict(float)
         self._totals = dict.fromkeys(PHASES, 0.0)
         self._intra = self._inter = self._dense = 0
+        self._density = 1.0
 
     def timed(self, phase: str, stage: str | None = None, bucket: int | None = None) -> AbstractContextManager[None]:
         """Count the seconds of a `with` block for `phase`. A trace shows the block as `stage` of `bucket`."""
@@ -69,12 +72,17 @@ class Phases:
             self._inter += inter
             self._dense += dense
 
+    def note_density(self, density: float) -> None:
+        """Note the density of an exchange, for the record of its step."""
+        self._density = density
+
     def take(self) -> Snapshot:
         """Return the totals since the last call, and reset them to zero."""
         with self._lock:
-            snapshot = Snapshot(dict(self._seconds), self._intra, self._inter, self._dense)
+            snapshot = Snapshot(dict(self._seconds), self._intra, self._inter, self._dense, self._density)
             self._seconds.clear()
             self._intra = self._inter = self._dense = 0
+            self._density = 1.0
         return snapshot
 
 

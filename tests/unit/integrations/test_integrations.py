@@ -138,6 +138,7 @@ def test_the_steps_of_lightning_are_in_the_progress_of_the_run(lightning_run: tu
         mean = sum(results["hitopk"]["losses"][index] for results in ranks) / 4
         assert record["loss"] == pytest.approx(mean, rel=1e-5)
     assert 0 < records[3]["inter_bytes"] < records[0]["inter_bytes"]
+    assert [record["density"] for record in records[:8]] == [1.0] + [0.1] * 7, "the first step is dense"
     assert records[-1]["checkpoint_step"] == 8
 
 
@@ -169,6 +170,7 @@ def test_the_steps_of_the_trainer_are_in_the_progress_of_the_run(trainer_run: tu
     ]
     assert [record["loss"] for record in records] == pytest.approx(ranks[0]["hitopk"]["losses"])
     assert 0 < records[3]["inter_bytes"] < records[0]["inter_bytes"]
+    assert [record["density"] for record in records[:8]] == [1.0] + [0.1] * 7, "the first step is dense"
 
 
 def test_the_steps_of_the_trainer_are_in_the_metrics_of_each_rank(trainer_run: tuple[Ranks, Path]) -> None:
