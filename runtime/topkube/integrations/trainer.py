@@ -3,9 +3,11 @@ them."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import find_batch_size
 
 from topkube.integrations.accelerate import hook_accelerator
 from topkube.integrations.step_reports import StepReports
@@ -37,7 +39,16 @@ def hook_trainer(
         warmup_steps=warmup_steps,
         ranks_per_node=ranks_per_node,
     )
-    trainer.add_callback(_TrainerStepReporter())
+    reporter = _TrainerStepReporter()
+    trainer.add_callback(reporter)
+    training_step = trainer.training_step
+
+    @functools.wraps(training_step)
+    def counting_step(model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        reporter.count(inputs)  # callbacks do not see batches
+        return training_step(model, inputs, *arguments, **options)
+
+    trainer.training_step = counting_step
 
 
 class _TrainerStepReporter(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
@@ -47,16 +58,22 @@ class _TrainerStepReporter(TrainerCallback):  # type: ignore[misc]  # mypy does 
     def __init__(self) -> None:
         self._reports: StepReports | None = None
         self._checkpoint_step: int | None = None
+        self._samples = 0
+
+    def count(self, inputs: Any) -> None:
+        """Count the samples of a batch for the record of the next step; 1 if the batch has no tensors."""
+        self._samples += find_batch_size(inputs) or 1
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._reports = StepReports(Settings.from_environment())
+        self._samples = 0
         self._checkpoint_step = state.global_step or None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._reports is not None:
-            samples = args.train_batch_size * args.gradient_accumulation_steps
             epoch = int(state.epoch or 0)
-            self._reports.add(state.global_step, state.max_steps, epoch, samples, None, self._checkpoint_step)
+            self._reports.add(state.global_step, state.max_steps, epoch, self._samples, None, self._checkpoint_step)
+        self._samples = 0
 
     def on_log(
         self,

@@ -183,6 +183,14 @@ def test_the_batches_of_an_evaluation_by_the_trainer_are_signs_of_life(trainer_r
     assert count_signs_of_life(folder) == [2 * 2, 0, 0, 0], "dense and hitopk have 1 epoch with TopKube"
 
 
+def test_the_trainer_counts_the_samples_that_it_had(trainer_run: tuple[Ranks, Path]) -> None:
+    """The last step of the epoch has one batch in place of two."""
+    ranks, folder = trainer_run
+    samples = [record["samples"] for record in read_step_records(folder)[-11:-8]]
+    assert samples == [16, 16, 8]
+    assert sum(samples) == sum(len(batch) for results in ranks for batch in results["uneven"]["samples"])
+
+
 def test_accelerate_with_topkube_trains_as_without_topkube(trainer_run: tuple[Ranks, Path]) -> None:
     ranks, _ = trainer_run
     check_equal_weights(ranks, lambda results: results["accelerate dense"])

@@ -34,13 +34,13 @@ class RecordingTrainer(Trainer):
         return super().training_step(model, inputs, *arguments, **options)
 
 
-def train(aggregation: str | None, **options: Any) -> dict[str, Any]:
+def train(aggregation: str | None, samples: int = STEPS * 2 * 4, steps: int = STEPS, **options: Any) -> dict[str, Any]:
     set_seed(0)
     model, recorder = build_small_gpt2(1, 32, CONTEXT), LossRecorder()
-    samples = Subset(GPT2Windows(CONTEXT), range(STEPS * 2 * 4))
+    windows = Subset(GPT2Windows(CONTEXT), range(samples))
     arguments = TrainingArguments(
         output_dir=str(folder / "out"),
-        max_steps=STEPS,
+        max_steps=steps,
         per_device_train_batch_size=2,
         learning_rate=1e-2,
         logging_steps=1,
@@ -51,7 +51,7 @@ def train(aggregation: str | None, **options: Any) -> dict[str, Any]:
         disable_tqdm=True,
         **options,
     )
-    trainer = RecordingTrainer(model, arguments, train_dataset=samples, eval_dataset=samples, callbacks=[recorder])
+    trainer = RecordingTrainer(model, arguments, train_dataset=windows, eval_dataset=windows, callbacks=[recorder])
     trainer.samples = []
     if aggregation is not None:
         hook_trainer(trainer, aggregation, density=0.1)
@@ -79,6 +79,7 @@ def train_with_accelerate(aggregation: str | None) -> torch.Tensor:
 results = {
     "library": train(None),
     "dense": train("dense"),
+    "uneven": train("dense", samples=37, steps=3, gradient_accumulation_steps=2),
     "hitopk": train("hitopk", gradient_accumulation_steps=1),
     "accelerate alone": train_with_accelerate(None),
     "accelerate dense": train_with_accelerate("dense"),
