@@ -12,6 +12,7 @@ import dis
 import importlib
 import inspect
 import json
+import math
 import sys
 import sysconfig
 import textwrap
@@ -23,6 +24,8 @@ from typing import Any
 from topkube.errors import SourceError
 
 _CONSTANTS = (bool, int, float, str, bytes, type(None))
+_MOST_DECIMAL_BITS = 2000
+"""The most bits of an integer that is written in decimal. Python can be set to refuse more than 640 digits."""
 _ADVICE = "move it into the function, or into a module of the folder that `source` names, and import it there"
 
 
@@ -145,11 +148,11 @@ def _build_import_line(function: FunctionType, name: str, source: Path | None) -
     if isinstance(value, ModuleType):
         _check_module(function, value.__name__, source)
         return f"import {value.__name__} as {name}"
-    if type(value) in _CONSTANTS and value == value:
-        return f"{name} = {value!r}"
+    if type(value) in _CONSTANTS:
+        return f"{name} = {_write_literal(value)}"
     module = getattr(value, "__module__", None)
     qualified = getattr(value, "__qualname__", getattr(value, "__name__", ""))
-    if isinstance(module, str) and module != "__main__" and _is_importable(module, qualified, value):
+    if isinstance(module, str) and isinstance(qualified, str) and _is_importable(module, qualified, value):
         _check_module(function, module, source)
         return f"from {module} import {qualified} as {name}"
     raise SourceError(
@@ -159,6 +162,16 @@ def _build_import_line(function: FunctionType, name: str, source: Path | None) -
     )
 
 
+def _write_literal(value: bool | float | str | bytes | None) -> str:
+    """Return an expression with exactly this value. `repr` writes `inf` and `nan`, which no script defines, and refuses
+    large integers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
+    if isinstance(value, int) and value.bit_length() > _MOST_DECIMAL_BITS:
+        return hex(value)
+    return repr(value)
+
+
 def _describe_kind(value: Any) -> str:
     if isinstance(value, type):
         return "a class"
@@ -166,7 +179,7 @@ def _describe_kind(value: Any) -> str:
 
 
 def _is_importable(module: str, name: str, value: Any) -> bool:
-    if not name.isidentifier():
+    if module == "__main__" or not name.isidentifier():
         return False
     try:
         return getattr(importlib.import_module(module), name, None) is value

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import os.path as paths
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 RATE, WORDS = 0.5, ("a", "b")
+BEST, WORST, UNKNOWN, ZERO, LARGE = math.inf, -math.inf, math.nan, -0.0, -(7**6000)
+PLANE, SINGLE, FOLDER, ARRAY = complex(-0.0, math.inf), np.float32(2), Path("a"), np.ones(2)
+STATE, KIND, LIMITS = enum.Enum("STATE", "on").on, np.dtype("f4"), {"loss": math.inf}  # type: ignore[attr-defined]
+
+
+class Configuration(dict[str, Any]):
+    """A mapping whose entries are attributes too; others are None."""
+
+    __getattr__ = dict.get
+
+
+CONFIGURATION = Configuration(rate=0.5)
 
 
 def helper() -> str:
@@ -31,6 +45,42 @@ def uses_helper() -> None:
 
 def uses_tuple() -> None:
     print(WORDS)
+
+
+def uses_numbers(limit: float = BEST, *, floor: float = WORST) -> None:
+    print(limit, floor, BEST, WORST, UNKNOWN, ZERO, LARGE == -(7**6000), type(BEST).__name__)
+
+
+def uses_complex() -> None:
+    print(PLANE)
+
+
+def uses_scalar() -> None:
+    print(SINGLE)
+
+
+def uses_path() -> None:
+    print(FOLDER)
+
+
+def uses_array() -> None:
+    print(ARRAY)
+
+
+def uses_member() -> None:
+    print(STATE)
+
+
+def uses_dtype() -> None:
+    print(KIND)
+
+
+def uses_dict() -> None:
+    print(LIMITS)
+
+
+def uses_configuration() -> None:
+    print(CONFIGURATION)
 
 
 def uses_nothing_known() -> None:

@@ -31,6 +31,12 @@ def test_the_script_of_a_function_has_the_result_of_the_function(
     assert _run_script(build_script(functions.counts_down, {"number": 2}), tmp_path) == "0\n1\n2\n"
 
 
+def test_numbers_that_repr_cannot_write_arrive_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    functions.uses_numbers()
+    printed = _run_script(build_script(functions.uses_numbers, {}), tmp_path)
+    assert printed == capsys.readouterr().out == "inf -inf inf -inf nan -0.0 True float\n"
+
+
 def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
     def show(values: Any) -> None:
         print(repr(values))
@@ -57,6 +63,14 @@ def test_a_module_of_the_folder_is_imported_from_there(tmp_path: Path) -> None:
         (functions.Model.train, {}, "it is a method"),
         (functions.uses_nothing_known, {}, "uses absent_name, which is not defined"),
         (functions.uses_tuple, {}, "uses WORDS, a value of type tuple that the pods cannot import"),
+        (functions.uses_dict, {}, "uses LIMITS, a value of type dict that"),
+        (functions.uses_complex, {}, "uses PLANE, a value of type complex that"),
+        (functions.uses_scalar, {}, "uses SINGLE, a value of type float32 that"),
+        (functions.uses_path, {}, "uses FOLDER, a value of type PosixPath that"),
+        (functions.uses_array, {}, "uses ARRAY, a value of type ndarray that"),
+        (functions.uses_member, {}, "uses STATE, a value of type STATE that"),
+        (functions.uses_dtype, {}, r"uses KIND, a value of type \w+ that"),
+        (functions.uses_configuration, {}, "uses CONFIGURATION, a value of type Configuration that"),
         (functions.uses_helper, {}, "uses the module functions, which is a file of this machine"),
         (functions.stands_alone, {}, "missing a required argument: 'epochs'"),
         (functions.stands_alone, {"epoch": 3}, "cannot be called with these arguments"),
