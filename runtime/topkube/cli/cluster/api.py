@@ -85,20 +85,21 @@ class Api:
             ) from None
 
     def read_lines(self, path: str, query: Mapping[str, Any], silent_seconds: float | None = None) -> Iterator[bytes]:
-        """Yield the lines of a stream (a log, a watch) without line ends. The stream also ends, without an error, if
-        the connection breaks or is silent for `silent_seconds`: ask again for the rest."""
+        """Yield the lines of a stream (a log, a watch) without line ends. Raises ClusterError if the server refuses,
+        and, after the lines that arrived, if the connection breaks or is silent for `silent_seconds`: ask again for the
+        rest."""
         import urllib3
 
         response = self._send("GET", path, query, None, JSON, silent_seconds)
-        if response.status >= 400:
-            raise _build_refusal_error(response.status, response.read(), "GET", path, self.namespace)
         unfinished = b""
         try:
+            if response.status >= 400:
+                raise _build_refusal_error(response.status, response.read(), "GET", path, self.namespace)
             for piece in response.stream(1 << 16, decode_content=False):
                 *whole, unfinished = (unfinished + piece).split(b"\n")
                 yield from whole
-        except urllib3.exceptions.HTTPError:
-            return
+        except urllib3.exceptions.HTTPError as error:
+            raise self._build_silence_error(error) from None
         finally:
             response.close()
         if unfinished:
@@ -232,9 +233,8 @@ def _build_refusal_error(status: int, text: bytes, method: str, path: str, names
             next_step="log in again, or choose another user: kubectl config get-contexts",
         )
     if status == 403:
-        verb = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}.get(method, "get")
         role = "edit" if kind == "configmaps" else "topkube-edit"
-        what = f"{kind}.{details['group']}" if details.get("group") else kind or "trainingjobs.topkube.dev"
+        verb, what = _find_missing_right(message, method, kind, details.get("group") or "")
         return ClusterError(
             message,
             status=status,
@@ -257,10 +257,21 @@ def _build_refusal_error(status: int, text: bytes, method: str, path: str, names
             next_step=f"kubectl get namespaces; kubectl create namespace {name}",
         )
     causes = [f"{entry.get('field', '')}: {entry.get('message', '')}" for entry in details.get("causes") or ()]
-    if status == 422 or (status == 400 and "admission webhook" in message):
+    if method != "GET" and (status == 422 or (status == 400 and "admission webhook" in message)):
         listed = causes if status == 422 and causes else []
         return JobError(f"the cluster refuses the job: {'it has mistakes' if listed else message}", listed)
     return ClusterError(message, status=status)
+
+
+def _find_missing_right(message: str, method: str, kind: str, group: str) -> tuple[str, str]:
+    """Return the verb and the resource of a right, as `kubectl auth can-i` takes them. Only the message names a
+    subresource, such as pods/log."""
+    named = re.search(r'cannot (\w+) resource "([\w./-]+)"', message)
+    verb = named[1] if named else {"POST": "create", "PATCH": "patch", "DELETE": "delete"}.get(method, "get")
+    resource, slash, part = (named[2] if named else kind).partition("/")
+    if not resource:
+        return verb, "trainingjobs.topkube.dev"
+    return verb, resource + (f".{group}" if group else "") + slash + part
 
 
 def _parse_warning(warning: str) -> str:

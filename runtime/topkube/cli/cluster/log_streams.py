@@ -68,7 +68,7 @@ class LogStreams:
     uid: str | None
     """The job's UID."""
     seen: dict[tuple[str, str], threading.Thread] = field(default_factory=dict)
-    _lines: queue.Queue[tuple[LogSource, str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
+    _lines: queue.Queue[tuple[LogSource, str, bytes] | Exception] = field(default_factory=lambda: queue.Queue(10_000))
     _full: bool = False
 
     def follow_new_containers(self) -> Iterator[str]:
@@ -94,26 +94,33 @@ class LogStreams:
             self.seen[source.key].start()
 
     def take_lines(self, seconds: float) -> Iterator[tuple[LogSource, str, bytes]]:
-        """Yield lines as they arrive, for at most `seconds`."""
+        """Yield lines as they arrive, for at most `seconds`. Raises ClusterError if the server refuses a log."""
         deadline = time.monotonic() + seconds
         while True:
             try:
                 seconds_left = deadline - time.monotonic()
-                yield self._lines.get(timeout=seconds_left) if seconds_left > 0 else self._lines.get_nowait()
+                entry = self._lines.get(timeout=seconds_left) if seconds_left > 0 else self._lines.get_nowait()
             except queue.Empty:
                 return
+            if isinstance(entry, Exception):
+                raise entry
+            yield entry
 
     def has_ended(self) -> bool:
         """Return True if all streams have ended and all their lines were taken."""
         return not any(thread.is_alive() for thread in self.seen.values()) and self._lines.empty()
 
     def _read(self, source: LogSource) -> None:
-        for stamp, text in read_lines(self.api, source, self.options, follow=True):
-            self._lines.put((source, stamp, text))
+        try:
+            for stamp, text in read_lines(self.api, source, self.options, follow=True):
+                self._lines.put((source, stamp, text))
+        except Exception as error:  # the thread that takes the lines must receive every error
+            self._lines.put(error)
 
 
 def read_lines(api: Api, source: LogSource, options: LogOptions, follow: bool) -> Iterator[tuple[str, bytes]]:
-    """Yield (time stamp, line) of a container. With `follow`, continue until the container ends."""
+    """Yield (time stamp, line) of a container; nothing if its pod is gone or it has never run. With `follow`, continue
+    until the container ends, over broken connections. Raises ClusterError if the log cannot be read."""
     path = build_path(api.namespace, "pods", source.pod["metadata"]["name"])
     query: dict[str, Any] = {
         "container": source.container,
@@ -123,7 +130,7 @@ def read_lines(api: Api, source: LogSource, options: LogOptions, follow: bool) -
     }
     last, shown = "", set[bytes]()  # the newest time stamp, and the lines that carry it
     while True:
-        resumed_at = _normalize_stamp(last)
+        resumed_at, is_complete = _normalize_stamp(last), False
         try:
             for line in api.read_lines(f"{path}/log", query, silent_seconds=SILENT_SECONDS if follow else None):
                 match = _STAMP.match(line)
@@ -136,10 +143,14 @@ def read_lines(api: Api, source: LogSource, options: LogOptions, follow: bool) -
                     last, shown = stamp, set()
                 shown.add(line)
                 yield stamp, text
+            is_complete = True
         except ClusterError as error:
-            if not error.passing:
-                return  # the pod is gone, or has never run
-        if not follow or not _is_running(api, path, source):
+            if error.status in (400, 404):
+                return  # the container has never run, or the pod is gone
+            if not follow or not error.passing:
+                raise
+        # If the stream broke, the container may have ended since then, with lines that are not read yet.
+        if not follow or (is_complete and not _is_running(api, path, source)):
             return
         query = {**query, "tailLines": None, "sinceTime": last or None}
         time.sleep(RETRY_SECONDS)
@@ -155,6 +166,10 @@ def _is_running(api: Api, path: str, source: LogSource) -> bool:
     try:
         pod = api.get(path)
     except ClusterError as error:
-        return error.status != 404
+        if error.passing:
+            return True
+        if error.status == 404:
+            return False
+        raise
     same = pod["metadata"].get("uid") == source.pod["metadata"]["uid"]
     return same and read_container_state(pod, source.container)[0] == "running"

@@ -23,7 +23,8 @@ from topkube.cli.cluster.jobs import (
 )
 from topkube.cli.cluster.log_options import LogOptions
 from topkube.cli.cluster.log_printers import Collector, Printer
-from topkube.cli.cluster.log_streams import LogStreams, list_sources, read_lines
+from topkube.cli.cluster.log_streams import LogSource, LogStreams, list_sources, read_lines
+from topkube.errors import ClusterError
 
 POLL_SECONDS = 0.5
 """The longest wait for lines before the state of the job is checked again."""
@@ -32,7 +33,7 @@ DRAIN_SECONDS = 10.0
 
 
 def show_logs(options: LogOptions) -> int:
-    """Show the logs. Return the job's exit code if it has ended, else 0."""
+    """Show the logs. Return the job's exit code if it has ended, else 0. Raises ClusterError."""
     return _show(connect(options.location), options, Printer(options))
 
 
@@ -86,11 +87,8 @@ def _show(api: Api, options: LogOptions, printer: Printer) -> int:
     job = find_job(api, options.job)
     if options.follow and read_phase(job) not in FINISHED_PHASES:
         return _follow(api, options, job["metadata"].get("uid"), printer)
-    sources, printed = list_sources(list_pods(api, options.job, job["metadata"].get("uid")), options), False
-    for source in sources:
-        for stamp, text in read_lines(api, source, options, follow=False):
-            printer.print_line(source, stamp, text)
-            printed = True
+    sources = list_sources(list_pods(api, options.job, job["metadata"].get("uid")), options)
+    printed = _show_present_logs(api, sources, options, printer)
     if not sources:
         _show_kept_failure(job, options, printer)
     elif not printed:
@@ -99,6 +97,29 @@ def _show(api: Api, options: LogOptions, printer: Printer) -> int:
             f"{options.job} is {state}; its pods have printed nothing; next: topkube status {options.job}"
         )
     return find_exit_code(job) if options.follow else 0
+
+
+def _show_present_logs(api: Api, sources: list[LogSource], options: LogOptions, printer: Printer) -> bool:
+    """Show the logs of all sources up to now. Return True if they have lines. Raises ClusterError if a log cannot be
+    read: at once if the server refuses, and after the other logs if a node does not answer the server."""
+    printed, unread = False, list[ClusterError]()
+    for source in sources:
+        try:
+            for stamp, text in read_lines(api, source, options, follow=False):
+                printer.print_line(source, stamp, text)
+                printed = True
+        except ClusterError as error:
+            if not error.passing or not error.status:
+                raise
+            unread.append(error)
+    if unread:
+        raise ClusterError(
+            f"the logs of {len(unread)} of {len(sources)} containers cannot be read: {unread[0].what}",
+            status=unread[0].status,
+            cause="their nodes do not answer the API server, or it is overloaded",
+            next_step=f"topkube status {options.job}; kubectl get nodes",
+        )
+    return printed
 
 
 def _follow(api: Api, options: LogOptions, uid: str | None, printer: Printer) -> int:
