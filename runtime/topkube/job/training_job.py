@@ -52,14 +52,14 @@ class TrainingJob(Part):
         return cls._validate(Document(data), "the job")
 
     @classmethod
-    def from_cluster(cls, data: Mapping[str, Any]) -> TrainingJob:
+    def from_cluster(cls, data: Mapping[str, Any], name: str = "the stored job") -> TrainingJob:
         """Return the job that a cluster stores. Fields that this version does not know are kept and written back,
-        because a rollback must not break stored objects. Raises JobError."""
-        check_extent(data.get("spec"), "the stored job")
+        because a rollback must not break stored objects. Raises JobError, whose message begins with `name`."""
+        check_extent(data.get("spec"), name)
         try:
             return cls.model_validate(data, extra="allow", by_name=False)
         except ValidationError as error:
-            raise _build_mistakes_error("the stored job", list_problems(error, cls, {})) from None
+            raise _build_mistakes_error(name, list_problems(error, cls, {})) from None
 
     @classmethod
     def _validate(cls, document: Document, name: str) -> TrainingJob:

@@ -119,11 +119,12 @@ class TrainingClient:
 
     def get(self, name: str) -> TrainingJob:
         """Return the job, with `status.phase`, `status.progress` and `status.first_failure`. Raises ClusterError if
-        there is no such job."""
+        there is no such job, and JobError if the cluster stores an invalid job of this name."""
         return self._backend.get(name)
 
     def list(self) -> list[TrainingJob]:
-        """Return all jobs of the namespace, or, on this machine, those that this client has started."""
+        """Return all jobs of the namespace, or, on this machine, those that this client has started. Invalid jobs that
+        a cluster stores are left out, with a warning that names them."""
         return self._backend.list()
 
     def wait(self, name: str, timeout: float | None = None, *, show: bool = True) -> TrainingJob:

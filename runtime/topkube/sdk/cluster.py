@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from topkube.cli.cluster import delete, logs, submit, suspend, sync
 from topkube.cli.cluster.api import ClusterLocation, connect
 from topkube.cli.cluster.jobs import JobWatch, find_job, list_jobs
 from topkube.cli.cluster.log_options import LogOptions
-from topkube.errors import ClusterError
+from topkube.errors import ClusterError, JobError
 from topkube.job import TrainingJob
 from topkube.sdk.backend import ENDED, read_phase
 from topkube.sdk.display import add_progress
@@ -33,16 +35,22 @@ class ClusterBackend:
         submit.apply_job(self._api, sync.add_code(job, code, packages), code)
 
     def get(self, name: str) -> TrainingJob:
-        return TrainingJob.from_cluster(find_job(self._api, name))
+        return _parse_job(find_job(self._api, name))
 
     def list(self) -> list[TrainingJob]:
-        return [TrainingJob.from_cluster(job) for job in list_jobs(self._api)]
+        jobs = []
+        for stored in list_jobs(self._api):
+            try:
+                jobs.append(_parse_job(stored))
+            except JobError as error:
+                warnings.warn(f"left out: {error}", stacklevel=3)
+        return jobs
 
     def watch(self, name: str, seconds: float | None, history: History) -> Iterator[TrainingJob]:
         for stored in JobWatch(self._api, name, seconds).read_states():
             if stored is None:
                 raise ClusterError(f"the job {name} was deleted before it ended", status=404)
-            job = TrainingJob.from_cluster(stored)
+            job = _parse_job(stored)
             add_progress(history, job.status.progress if job.status is not None else None)
             yield job
             if read_phase(job) in ENDED:
@@ -63,6 +71,13 @@ class ClusterBackend:
 
     def delete(self, name: str, seconds: float) -> None:
         delete.delete_jobs(delete.DeleteOptions([name], self._location, timeout_seconds=seconds), _print_nothing)
+
+
+def _parse_job(stored: Mapping[str, Any]) -> TrainingJob:
+    """Return a stored job. Raises JobError with its namespace and name: the cluster accepts invalid jobs while its
+    webhook does not answer."""
+    metadata = stored["metadata"]
+    return TrainingJob.from_cluster(stored, f"the stored job {metadata.get('namespace')}/{metadata['name']}")
 
 
 def _print_nothing(_: str) -> None:
