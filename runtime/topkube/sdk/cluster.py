@@ -8,8 +8,9 @@ from typing import Any
 
 from topkube.cli.cluster import delete, logs, submit, suspend, sync
 from topkube.cli.cluster.api import ClusterLocation, connect
-from topkube.cli.cluster.jobs import JobWatch, find_job, list_jobs
+from topkube.cli.cluster.jobs import find_job, list_jobs
 from topkube.cli.cluster.log_options import LogOptions
+from topkube.cli.cluster.watches import JobWatch
 from topkube.errors import ClusterError, JobError
 from topkube.job import TrainingJob
 from topkube.sdk.backend import ENDED, read_phase

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ import pytest
 from cluster_answers import Answer, Answers, build_status
 
 from topkube.cli.app import run_app
+from topkube.cli.cluster.api import ClusterLocation, connect
+from topkube.cli.cluster.log_options import LogOptions
+from topkube.cli.cluster.log_streams import LogStreams
 from topkube.errors import ClusterError
 from topkube.sdk import TrainingClient
 
@@ -144,3 +149,59 @@ def test_a_refused_pod_is_not_taken_for_one_that_runs(
     output = capsys.readouterr()
     assert output.out == "[worker0.rank0] said\n"
     assert "kubectl auth can-i get pods -n default" in output.err
+
+
+def test_pods_are_listed_at_the_start_and_at_the_end_only(
+    start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A container that starts meanwhile is seen by the watch; a pod that the watch has missed, at the job's end."""
+    lists: list[str] = []
+    said, finished = threading.Event(), threading.Event()
+    running, late = build_pod(0), build_pod(1, terminated={"exitCode": 0})
+
+    def answer(method: str, path: str) -> Answer:
+        address = path.partition("?")[0]
+        job = {"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Succeeded" if said.is_set() else "Running"}}
+        if address.endswith("/log"):
+            said.set()
+            return 200, LINE, {}
+        if address.endswith("/pods") and "watch=true" in path:
+            if said.is_set() or "resourceVersion=2" in path:
+                finished.wait(30)
+                return 200, b"", {}
+            changed = {**running, "metadata": {**running["metadata"], "resourceVersion": "2"}}
+            return respond({"type": "MODIFIED", "object": changed})
+        if address.endswith("/pods"):
+            lists.append(path)
+            pods = [build_pod(0, waiting={})] if len(lists) == 1 else [running, late]
+            return respond({"metadata": {"resourceVersion": "1"}, "items": pods})
+        if "/pods/" in address:
+            return build_status(404, "gone", name="j-0", kind="pods")
+        if "watch=true" in path:
+            assert said.wait(30)
+            return respond({"type": "MODIFIED", "object": {**job, "status": {"phase": "Succeeded"}}})
+        return respond(job)
+
+    config = start_server(answer)
+    try:
+        assert run_app(["logs", "j", "--kubeconfig", str(config)]) == 0
+    finally:
+        finished.set()
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[worker0.rank0] said", "[worker1.rank0] said"]
+    assert ["resourceVersion=0" in path for path in lists] == [True, False], "the last list must not be old"
+
+
+def test_streams_end_when_nobody_reads_them(start_server: Callable[[Answers], Path]) -> None:
+    """A client that stops to read must not leave threads that ask for logs until the job ends."""
+    location = ClusterLocation(start_server(answer_for(lambda pod: (200, LINE, {}), [build_pod(0), build_pod(1)])))
+    streams = LogStreams(connect(location), LogOptions("j", location), "u")
+    deadline = time.monotonic() + 30
+    while len(streams.seen) < 2:
+        assert time.monotonic() < deadline
+        assert list(streams.follow_new_containers()) == []
+        list(streams.take_lines(0.01))
+    assert not streams.has_ended(), "the containers run"
+    streams.stop()
+    for thread in streams.seen.values():
+        thread.join(30)
+        assert not thread.is_alive()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import json
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 from topkube.cli.cluster.api import Api, build_path
@@ -22,8 +19,6 @@ FINISHED_PHASES = ("Succeeded", "Failed")
 _NO_DNS = "MissingClusterDNS"  # not shown: jobs need no DNS
 TIMEOUT_CODE = 124
 """Exit code of a command whose --timeout has passed, like that of timeout(1)."""
-WATCH_SECONDS = 60
-"""A watch is renewed after this time at the latest."""
 
 
 def build_job_path(api: Api, name: str | None = None) -> str:
@@ -59,12 +54,29 @@ def list_jobs(api: Api, everywhere: bool = False) -> list[dict[str, Any]]:
     return list(api.get(path).get("items") or ())
 
 
-def list_pods(api: Api, name: str, uid: str | None = None) -> list[dict[str, Any]]:
+def list_pods(api: Api, name: str, uid: str | None = None, workers: list[int] | None = None) -> list[dict[str, Any]]:
     """Return the job's pods: the launcher first, then workers by index, older pods first. With `uid`, pods that an
-    earlier job of the same name has left are not returned."""
-    pods = api.get(build_path(api.namespace, "pods"), labelSelector=f"{JOB_LABEL}={name}").get("items") or []
-    own = [pod for pod in pods if uid is None or not _is_of_another_job(pod, uid)]
-    return sorted(own, key=lambda pod: (read_index(pod), read_attempt(pod), pod["metadata"]["name"]))
+    earlier job of the same name has left are not returned. With `workers`, only the pods of these workers are."""
+    pods = api.get(build_path(api.namespace, "pods"), **build_pod_selector(name, workers)).get("items") or []
+    return sort_pods(select_own_pods(pods, uid))
+
+
+def build_pod_selector(name: str, workers: list[int] | None = None) -> dict[str, str]:
+    """Return the query that selects the pods of a job; of some of its workers, if `workers` names any."""
+    selected = f"{JOB_LABEL}={name}"
+    if workers and min(workers) >= 0:
+        selected += f",{INDEX_LABEL} in ({','.join(map(str, workers))})"
+    return {"labelSelector": selected}
+
+
+def select_own_pods(pods: Iterable[dict[str, Any]], uid: str | None) -> list[dict[str, Any]]:
+    """Return the pods that belong to the job with this UID; all pods if it is None."""
+    return [pod for pod in pods if uid is None or not _is_of_another_job(pod, uid)]
+
+
+def sort_pods(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the pods in the order in which they are shown."""
+    return sorted(pods, key=lambda pod: (read_index(pod), read_attempt(pod), pod["metadata"]["name"]))
 
 
 def _is_of_another_job(pod: dict[str, Any], uid: str) -> bool:
@@ -152,66 +164,6 @@ def find_exit_code(job: dict[str, Any]) -> int:
         return 0
     code = ((job.get("status") or {}).get("firstFailure") or {}).get("exitCode")
     return code if isinstance(code, int) and 0 < code < 256 else 1
-
-
-@dataclass
-class JobWatch:
-    """The stored states of one job, over broken connections."""
-
-    api: Api
-    name: str
-    seconds: float | None = None
-    """The time to follow the job; None: until it ends."""
-    _deadline: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._deadline = time.monotonic() + self.seconds if self.seconds is not None else float("inf")
-
-    def read_states(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the job at once and after every change, and None when it has been deleted. Raises ClusterError if the
-        job does not exist at first, and TimeoutError at the deadline."""
-        job = find_job(self.api, self.name)
-        uid = job["metadata"].get("uid")
-        while True:
-            yield job
-            for event in self._read_events(job["metadata"].get("resourceVersion")):
-                changed = event.get("object") or {}
-                if event.get("type") == "ERROR":  # the version is too old: list again
-                    break
-                if changed.get("metadata", {}).get("uid") != uid or event.get("type") == "DELETED":
-                    yield None
-                    return
-                job = changed
-                yield job
-            if time.monotonic() >= self._deadline:
-                raise TimeoutError
-            try:
-                job = self.api.get(build_job_path(self.api, self.name))
-            except ClusterError as error:
-                if error.passing:
-                    time.sleep(1)
-                    continue
-                if error.status == 404:
-                    yield None
-                    return
-                raise
-            if job["metadata"].get("uid") != uid:
-                yield None
-                return
-
-    def _read_events(self, version: str | None) -> Iterator[dict[str, Any]]:
-        seconds = int(max(1, min(WATCH_SECONDS, self._deadline - time.monotonic())))
-        query = {
-            "watch": True,
-            "fieldSelector": f"metadata.name={self.name}",
-            "resourceVersion": version,
-            "timeoutSeconds": seconds,
-        }
-        try:
-            for line in self.api.read_lines(build_job_path(self.api), query, silent_seconds=seconds + 10):
-                yield json.loads(line)
-        except (ClusterError, ValueError):
-            time.sleep(0.5)  # the connection broke; the caller reads the job again
 
 
 def _parse_number(text: Any, otherwise: int) -> int:

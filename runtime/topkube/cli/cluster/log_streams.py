@@ -6,25 +6,26 @@ is requested again from its last time stamp, so that no line is lost or shown tw
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from topkube.cli.cluster.api import Api, build_path
-from topkube.cli.cluster.jobs import find_main_container, list_pods, read_container_state, read_index
+from topkube.cli.cluster.jobs import find_main_container, list_pods, read_container_state, read_index, sort_pods
 from topkube.cli.cluster.log_options import LogOptions
+from topkube.cli.cluster.watches import GrowingPause, PodWatch
 from topkube.errors import ClusterError
 
-RETRY_SECONDS = 0.5
-"""The pause before a stream that broke is requested again."""
 SILENT_SECONDS = 3600.0
 """The time without a line after which a stream is requested again."""
 MOST_STREAMS = 512
 """The most containers that are followed at the same time."""
+_PUT_SECONDS = 1.0
 _LAUNCHER = "launcher"
 """The name of the launcher's container, in a pod of its own or beside worker 0."""
 _STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)) ?")
@@ -59,29 +60,32 @@ def list_sources(pods: list[dict[str, Any]], options: LogOptions) -> list[LogSou
     return [source for source in sources if options.workers is None or source.index in options.workers]
 
 
-@dataclass
 class LogStreams:
-    """The streams of all pods, with a thread for each."""
+    """The streams of all pods, with a thread for each, and a thread that watches the pods. `uid` is the job's."""
 
-    api: Api
-    options: LogOptions
-    uid: str | None
-    """The job's UID."""
-    seen: dict[tuple[str, str], threading.Thread] = field(default_factory=dict)
-    _lines: queue.Queue[tuple[LogSource, str, bytes] | Exception] = field(default_factory=lambda: queue.Queue(10_000))
-    _full: bool = False
+    def __init__(self, api: Api, options: LogOptions, uid: str | None) -> None:
+        self.seen: dict[tuple[str, str], threading.Thread] = {}
+        self._api, self._options, self._uid = api, options, uid
+        self._stopped = threading.Event()
+        self._lines: queue.Queue[tuple[LogSource, str, bytes] | Exception] = queue.Queue(10_000)
+        self._changes: queue.SimpleQueue[list[dict[str, Any]] | Exception] = queue.SimpleQueue()
+        self._pods: dict[str, dict[str, Any]] = {}  # the pods, by UID, with containers that are not followed yet
+        self._full = False
+        threading.Thread(target=self._watch_pods, daemon=True).start()
+
+    def stop(self) -> None:
+        """End the threads: at the next line or event, or when they would ask again."""
+        self._stopped.set()
 
     def follow_new_containers(self) -> Iterator[str]:
-        """Start to follow containers that have started. Yield notes for the person."""
-        try:
-            sources = list_sources(list_pods(self.api, self.options.job, self.uid), self.options)
-        except ClusterError as error:
-            if not error.passing:
-                raise
-            return
-        for source in sources:
-            if source.key in self.seen or source.is_waiting:
-                continue
+        """Start to follow containers that have started. Yield notes for the person. Raises ClusterError if the server
+        refuses to list the pods."""
+        while not self._changes.empty():
+            change = self._changes.get()
+            if isinstance(change, Exception):
+                raise change
+            self._add_pods(change)
+        for source in self._list_startable():
             if (
                 len(self.seen) >= MOST_STREAMS
                 and sum(thread.is_alive() for thread in self.seen.values()) >= MOST_STREAMS
@@ -92,6 +96,17 @@ class LogStreams:
                 return
             self.seen[source.key] = threading.Thread(target=self._read, args=(source,), daemon=True)
             self.seen[source.key].start()
+        self._pods = {uid: pod for uid, pod in self._pods.items() if self._list_unseen(pod)}
+
+    def list_all_pods(self) -> bool:
+        """Add the pods that exist now: the watch may be behind. Return False if the server does not answer now."""
+        try:
+            self._add_pods(list_pods(self._api, self._options.job, self._uid, self._options.workers))
+        except ClusterError as error:
+            if not error.passing:
+                raise
+            return False
+        return True
 
     def take_lines(self, seconds: float) -> Iterator[tuple[LogSource, str, bytes]]:
         """Yield lines as they arrive, for at most `seconds`. Raises ClusterError if the server refuses a log."""
@@ -108,19 +123,52 @@ class LogStreams:
 
     def has_ended(self) -> bool:
         """Return True if all streams have ended and all their lines were taken."""
-        return not any(thread.is_alive() for thread in self.seen.values()) and self._lines.empty()
+        is_alive = any(thread.is_alive() for thread in self.seen.values())
+        return not is_alive and self._lines.empty() and not self._list_startable()
+
+    def _add_pods(self, pods: list[dict[str, Any]]) -> None:
+        self._pods |= {pod["metadata"]["uid"]: pod for pod in pods}
+
+    def _list_unseen(self, pod: dict[str, Any]) -> list[LogSource]:
+        return [source for source in list_sources([pod], self._options) if source.key not in self.seen]
+
+    def _list_startable(self) -> list[LogSource]:
+        """Return the containers that have started and are not followed yet."""
+        pods = sort_pods(self._pods.values())
+        return [source for pod in pods for source in self._list_unseen(pod) if not source.is_waiting]
+
+    def _watch_pods(self) -> None:
+        watch = PodWatch(self._api, self._options.job, self._uid, self._options.workers, self._stopped)
+        try:
+            for pods in watch.read_changes():
+                self._changes.put(pods)
+        except Exception as error:  # the thread that shows the logs must receive every error
+            self._changes.put(error)
 
     def _read(self, source: LogSource) -> None:
         try:
-            for stamp, text in read_lines(self.api, source, self.options, follow=True):
-                self._lines.put((source, stamp, text))
+            for stamp, text in read_lines(self._api, source, self._options, self._stopped):
+                if not self._put((source, stamp, text)):
+                    return
         except Exception as error:  # the thread that takes the lines must receive every error
-            self._lines.put(error)
+            self._put(error)
+
+    def _put(self, entry: tuple[LogSource, str, bytes] | Exception) -> bool:
+        """Hand an entry to the thread that takes the lines. Return False if nobody takes them any more."""
+        while not self._stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                self._lines.put(entry, timeout=_PUT_SECONDS)
+                return True
+        return False
 
 
-def read_lines(api: Api, source: LogSource, options: LogOptions, follow: bool) -> Iterator[tuple[str, bytes]]:
-    """Yield (time stamp, line) of a container; nothing if its pod is gone or it has never run. With `follow`, continue
-    until the container ends, over broken connections. Raises ClusterError if the log cannot be read."""
+def read_lines(
+    api: Api, source: LogSource, options: LogOptions, stopped: threading.Event | None = None
+) -> Iterator[tuple[str, bytes]]:
+    """Yield (time stamp, line) of a container; nothing if its pod is gone or it has never run. With `stopped`, continue
+    until the container ends or `stopped` is set, over broken connections. Raises ClusterError if the log cannot be
+    read."""
+    follow = stopped is not None
     path = build_path(api.namespace, "pods", source.pod["metadata"]["name"])
     query: dict[str, Any] = {
         "container": source.container,
@@ -129,7 +177,9 @@ def read_lines(api: Api, source: LogSource, options: LogOptions, follow: bool) -
         "tailLines": options.tail,
     }
     last, shown = "", set[bytes]()  # the newest time stamp, and the lines that carry it
+    pause = GrowingPause()
     while True:
+        began, has_news = time.monotonic(), False
         resumed_at, is_complete = _normalize_stamp(last), False
         try:
             for line in api.read_lines(f"{path}/log", query, silent_seconds=SILENT_SECONDS if follow else None):
@@ -142,6 +192,7 @@ def read_lines(api: Api, source: LogSource, options: LogOptions, follow: bool) -
                 if stamp != last:
                     last, shown = stamp, set()
                 shown.add(line)
+                has_news = True
                 yield stamp, text
             is_complete = True
         except ClusterError as error:
@@ -150,10 +201,11 @@ def read_lines(api: Api, source: LogSource, options: LogOptions, follow: bool) -
             if not follow or not error.passing:
                 raise
         # If the stream broke, the container may have ended since then, with lines that are not read yet.
-        if not follow or (is_complete and not _is_running(api, path, source)):
+        if stopped is None or (is_complete and not _is_running(api, path, source)):
             return
         query = {**query, "tailLines": None, "sinceTime": last or None}
-        time.sleep(RETRY_SECONDS)
+        if stopped.wait(pause.find_next(time.monotonic() - began, has_news)):
+            return
 
 
 def _normalize_stamp(stamp: str) -> str:

@@ -14,7 +14,6 @@ from topkube.cli.cluster.api import Api, connect
 from topkube.cli.cluster.jobs import (
     FINISHED_PHASES,
     TIMEOUT_CODE,
-    JobWatch,
     find_exit_code,
     find_job,
     find_waiting_reason,
@@ -24,6 +23,7 @@ from topkube.cli.cluster.jobs import (
 from topkube.cli.cluster.log_options import LogOptions
 from topkube.cli.cluster.log_printers import Collector, Printer
 from topkube.cli.cluster.log_streams import LogSource, LogStreams, list_sources, read_lines
+from topkube.cli.cluster.watches import JobWatch
 from topkube.errors import ClusterError
 
 POLL_SECONDS = 0.5
@@ -87,7 +87,7 @@ def _show(api: Api, options: LogOptions, printer: Printer) -> int:
     job = find_job(api, options.job)
     if options.follow and read_phase(job) not in FINISHED_PHASES:
         return _follow(api, options, job["metadata"].get("uid"), printer)
-    sources = list_sources(list_pods(api, options.job, job["metadata"].get("uid")), options)
+    sources = list_sources(list_pods(api, options.job, job["metadata"].get("uid"), options.workers), options)
     printed = _show_present_logs(api, sources, options, printer)
     if not sources:
         _show_kept_failure(job, options, printer)
@@ -105,7 +105,7 @@ def _show_present_logs(api: Api, sources: list[LogSource], options: LogOptions, 
     printed, unread = False, list[ClusterError]()
     for source in sources:
         try:
-            for stamp, text in read_lines(api, source, options, follow=False):
+            for stamp, text in read_lines(api, source, options):
                 printer.print_line(source, stamp, text)
                 printed = True
         except ClusterError as error:
@@ -123,13 +123,28 @@ def _show_present_logs(api: Api, sources: list[LogSource], options: LogOptions, 
 
 
 def _follow(api: Api, options: LogOptions, uid: str | None, printer: Printer) -> int:
-    streams = LogStreams(api, options, uid)
-    announced = _Announced()
-    last: dict[str, Any] | None = None
+    streams, stopped = LogStreams(api, options, uid), threading.Event()
     states: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
     watch = JobWatch(api, options.job, options.timeout_seconds)
-    threading.Thread(target=_collect_states, args=(watch, states), daemon=True).start()
+    threading.Thread(target=_collect_states, args=(watch, states, stopped), daemon=True).start()
+    try:
+        return _show_streams(streams, states, options, printer)
+    finally:
+        streams.stop()
+        stopped.set()
+
+
+def _show_streams(
+    streams: LogStreams,
+    states: queue.SimpleQueue[dict[str, Any] | Exception | None],
+    options: LogOptions,
+    printer: Printer,
+) -> int:
+    """Show the lines of the streams and the changes of the job until it has ended. Return the exit code."""
+    announced = _Announced()
+    last: dict[str, Any] | None = None
     ended_at: float | None = None
+    has_all_pods = False
     while True:
         for note in streams.follow_new_containers():
             printer.print_note(note)
@@ -152,7 +167,10 @@ def _follow(api: Api, options: LogOptions, uid: str | None, printer: Printer) ->
                 _announce(last, announced, printer)
         if last is not None and read_phase(last) in FINISHED_PHASES:
             ended_at = ended_at or time.monotonic()
-            if streams.has_ended() or time.monotonic() - ended_at > DRAIN_SECONDS:
+            is_late = time.monotonic() - ended_at > DRAIN_SECONDS
+            if not has_all_pods and not is_late:
+                has_all_pods = streams.list_all_pods()
+            elif streams.has_ended() or is_late:
                 for source, stamp, text in streams.take_lines(0):
                     printer.print_line(source, stamp, text)
                 if not streams.seen:
@@ -161,11 +179,13 @@ def _follow(api: Api, options: LogOptions, uid: str | None, printer: Printer) ->
                 return find_exit_code(last)
 
 
-def _collect_states(watch: JobWatch, states: queue.SimpleQueue[dict[str, Any] | Exception | None]) -> None:
+def _collect_states(
+    watch: JobWatch, states: queue.SimpleQueue[dict[str, Any] | Exception | None], stopped: threading.Event
+) -> None:
     try:
         for job in watch.read_states():
             states.put(job)
-            if job is None or read_phase(job) in FINISHED_PHASES:
+            if stopped.is_set() or job is None or read_phase(job) in FINISHED_PHASES:
                 return
     except Exception as error:  # the thread that waits for the job's end must receive every error
         states.put(error)

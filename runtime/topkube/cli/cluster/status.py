@@ -14,7 +14,6 @@ from topkube.algorithms import AUTO, DENSITY, describe
 from topkube.cli.cluster.api import Api, ClusterLocation, connect
 from topkube.cli.cluster.jobs import (
     FINISHED_PHASES,
-    JobWatch,
     find_job,
     find_waiting_reason,
     join_lines,
@@ -27,6 +26,7 @@ from topkube.cli.cluster.jobs import (
     read_index,
     read_phase,
 )
+from topkube.cli.cluster.watches import JobWatch
 from topkube.cli.columns import align_columns
 from topkube.errors import ClusterError
 from topkube.telemetry.bar import format_bytes, format_duration, format_rate

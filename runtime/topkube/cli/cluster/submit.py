@@ -13,12 +13,12 @@ from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, ClusterLocation, 
 from topkube.cli.cluster.jobs import (
     FINISHED_PHASES,
     TIMEOUT_CODE,
-    JobWatch,
     build_job_path,
     find_exit_code,
     find_waiting_reason,
     read_phase,
 )
+from topkube.cli.cluster.watches import JobWatch
 from topkube.cli.script_job import Target, load_job
 from topkube.errors import ClusterError, JobError, TopKubeError
 from topkube.job import TrainingJob
