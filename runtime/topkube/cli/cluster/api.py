@@ -298,9 +298,10 @@ def build_path(namespace: str | None, kind: str, name: str | None = None, group:
 
 @contextmanager
 def ignore_missing() -> Iterator[None]:
-    """Ignore the 404 of an object that is already gone."""
+    """Ignore the 404 of an object that is already gone. The 404 of a server that does not know the kind (it may have
+    just started) does not mean that."""
     try:
         yield
     except ClusterError as error:
-        if error.status != 404:
+        if error.status != 404 or error.unknown_kind:
             raise

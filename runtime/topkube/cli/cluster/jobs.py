@@ -37,15 +37,22 @@ def find_job(api: Api, name: str) -> dict[str, Any]:
     except ClusterError as error:
         if error.status != 404 or error.unknown_kind or "no namespace" in str(error):
             raise
-    names = [job["metadata"]["name"] for job in list_jobs(api)]
-    near = difflib.get_close_matches(name, names, 3, 0.5) or names[:3]
-    listed_jobs = f"; jobs are {', '.join(near)}" if near else "; there are no jobs"
     raise ClusterError(
-        f"there is no TrainingJob {name} in namespace {api.namespace}{listed_jobs}",
+        f"there is no TrainingJob {name} in namespace {api.namespace}{_describe_near_jobs(api, name)}",
         status=404,
         cause="it was deleted, it has another name, or it is in another namespace",
         next_step="topkube status --all-namespaces",
     )
+
+
+def _describe_near_jobs(api: Api, name: str) -> str:
+    """Return the end of a sentence with the jobs whose names are near; nothing if this account may not list jobs."""
+    try:
+        names = [job["metadata"]["name"] for job in list_jobs(api)]
+    except ClusterError:
+        return ""
+    near = difflib.get_close_matches(name, names, 3, 0.5) or names[:3]
+    return f"; jobs are {', '.join(near)}" if near else "; there are no jobs"
 
 
 def list_jobs(api: Api, everywhere: bool = False) -> list[dict[str, Any]]:
