@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from topkube.cli.cluster.api import Api, ClusterLocation, connect, ignore_missing
-from topkube.cli.cluster.jobs import build_job_path, find_job, list_pods, print_line
+from topkube.cli.cluster.jobs import SOME_PODS, build_job_path, find_job, list_some_pods, print_line
 from topkube.errors import ClusterError
 
 _CHECK_SECONDS = 0.5
@@ -66,4 +66,6 @@ def _list_remaining(api: Api, name: str, uid: str) -> list[str]:
     with ignore_missing():
         if api.get(build_job_path(api, name))["metadata"].get("uid") == uid:
             remaining.append(f"the job {name}")
-    return remaining + [f"pod {pod['metadata']['name']}" for pod in list_pods(api, name, uid)]
+    pods = list_some_pods(api, name, uid)
+    more = ["perhaps more pods"] if len(pods) >= SOME_PODS else []
+    return remaining + [f"pod {pod['metadata']['name']}" for pod in pods] + more

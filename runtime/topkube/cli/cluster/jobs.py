@@ -17,6 +17,8 @@ JOB_LABEL, ROLE_LABEL, INDEX_LABEL, ATTEMPT_LABEL = (
 DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 FINISHED_PHASES = ("Succeeded", "Failed")
 _NO_DNS = "MissingClusterDNS"  # not shown: jobs need no DNS
+SOME_PODS = 20
+"""The pods of a job that a wait for their end reads at a time."""
 TIMEOUT_CODE = 124
 """Exit code of a command whose --timeout has passed, like that of timeout(1)."""
 
@@ -66,6 +68,18 @@ def list_pods(api: Api, name: str, uid: str | None = None, workers: list[int] | 
     earlier job of the same name has left are not returned. With `workers`, only the pods of these workers are."""
     pods = api.get(build_path(api.namespace, "pods"), **build_pod_selector(name, workers)).get("items") or []
     return sort_pods(select_own_pods(pods, uid))
+
+
+def list_some_pods(api: Api, name: str, uid: str | None) -> list[dict[str, Any]]:
+    """Return up to SOME_PODS of the job's pods, and an empty list if the job has none. A wait that repeats must not
+    read all pods of a large job each time."""
+    query: dict[str, Any] = {**build_pod_selector(name), "limit": SOME_PODS}
+    while True:
+        page = api.get(build_path(api.namespace, "pods"), **query)
+        own = select_own_pods(page.get("items") or [], uid)
+        query["continue"] = (page.get("metadata") or {}).get("continue")
+        if own or not query["continue"]:
+            return sort_pods(own)
 
 
 def build_pod_selector(name: str, workers: list[int] | None = None) -> dict[str, str]:

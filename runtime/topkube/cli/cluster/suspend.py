@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube.cli.cluster.api import FIELD_MANAGER, MERGE, Api, ClusterLocation, connect
-from topkube.cli.cluster.jobs import FINISHED_PHASES, build_job_path, find_job, list_pods, print_line, read_phase
+from topkube.cli.cluster.jobs import FINISHED_PHASES, build_job_path, find_job, list_some_pods, print_line, read_phase
 from topkube.cli.cluster.status import describe_newest_checkpoint
 from topkube.errors import ClusterError
 
@@ -80,7 +80,7 @@ def _wait_for_end_of_pods(api: Api, name: str, deadline: float, seconds: float) 
             job = api.get(build_job_path(api, name))
             phase = read_phase(job)
             if phase in FINISHED_PHASES or (
-                phase == "Suspended" and not list_pods(api, name, job["metadata"].get("uid"))
+                phase == "Suspended" and not list_some_pods(api, name, job["metadata"].get("uid"))
             ):
                 return job
             state = f"{name} is {phase} and still has pods"
