@@ -1,12 +1,17 @@
-"""The report of `topkube status` about stored jobs, without a cluster."""
+"""The report of `topkube status` about stored jobs, and about objects that the account may not read."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_answers import Answer, Answers, build_status
 
+from topkube.cli.app import run_app
 from topkube.cli.cluster.jobs import find_waiting_reason
 from topkube.cli.cluster.status import View, build_report
 
@@ -114,3 +119,32 @@ def test_the_source_and_the_packages_of_a_job_are_shown(source: dict[str, Any], 
     )
     assert words in shown
     assert "a\\[b]==1, c" in shown
+
+
+POD = {"metadata": {"name": "j-worker-0-1", "labels": {}}, "spec": {"containers": [{"name": "main"}]}}
+
+
+@pytest.mark.parametrize("refused", ["pods", "events"])
+def test_what_the_account_may_not_read_is_not_shown_as_absent(
+    start_server: Callable[[Answers], Path], refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event = {"metadata": {}, "involvedObject": {"kind": "TrainingJob", "name": "j"}, "reason": "Started"}
+    stored: dict[str, list[Any]] = {"pods": [POD], "events": [event]}
+
+    def answer(method: str, path: str) -> Answer:
+        kind = path.partition("?")[0].rsplit("/", 1)[-1]
+        if kind == refused:
+            return build_status(403, f"{kind} is forbidden: no", kind=kind)
+        data = {"items": stored[kind]} if kind in stored else build_job("Running")
+        return 200, json.dumps(data).encode(), {}
+
+    config = str(start_server(answer))
+    assert run_app(["status", "j", "--kubeconfig", config]) == 0
+    output = capsys.readouterr().out
+    assert f"unknown: {refused} is forbidden: no" in output
+    assert ("j-worker-0-1" in output) == (refused != "pods")
+    assert ("Started" in output) == (refused != "events")
+    assert run_app(["status", "j", "-o", "json", "--kubeconfig", config]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)[refused] is None
+    assert f"the {refused} are unknown: {refused} is forbidden" in captured.err

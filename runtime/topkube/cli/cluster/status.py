@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -57,6 +57,8 @@ class View:
     job: dict[str, Any]
     pods: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Why `pods` or `events` could not be read."""
 
 
 def show_status(options: StatusOptions) -> int:
@@ -72,20 +74,29 @@ def show_status(options: StatusOptions) -> int:
 
 
 def gather_view(api: Api, job: dict[str, Any]) -> View:
-    """Read the pods and events of a job. Those that this account may not read are left out."""
+    """Read the pods and events of a job. The view contains why those that this account may not read are missing."""
+    pods, events, unread = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, str]()
     try:
         pods = list_pods(api, job["metadata"]["name"], job["metadata"].get("uid"))
+    except ClusterError as error:
+        if error.status != 403:
+            raise
+        unread["pods"] = error.what
+    try:
         events = list_events(api, job, pods)
     except ClusterError as error:
         if error.status != 403:
             raise
-        pods, events = [], []
-    return View(job, pods, events)
+        unread["events"] = error.what
+    return View(job, pods, events, unread)
 
 
 def _show(view: View, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"job": view.job, "pods": view.pods, "events": view.events}, indent=1), flush=True)
+        for kind, reason in view.unread.items():
+            print(f"warning: the {kind} are unknown: {reason}", file=sys.stderr)
+        data = {"job": view.job, "pods": view.pods, "events": view.events}
+        print(json.dumps({**data, **dict.fromkeys(view.unread)}, indent=1), flush=True)
         return
     from rich.console import Console
 
@@ -108,12 +119,7 @@ def _follow(api: Api, options: StatusOptions, name: str) -> int:
                 print(f"the job {name} was deleted", file=sys.stderr)
                 return 1
             if live is not None:
-                try:
-                    view = gather_view(api, job)
-                except ClusterError as error:
-                    if not error.passing:
-                        raise
-                    view = View(job, [], [])
+                view = _gather_view_while_watching(api, job)
                 lines = build_report(view, datetime.now(UTC), bar=True)
                 live.update(Text("\n").join(Text.from_markup(line, emoji=False) for line in lines))
             elif options.json:
@@ -126,6 +132,16 @@ def _follow(api: Api, options: StatusOptions, name: str) -> int:
             if read_phase(job) in FINISHED_PHASES:
                 break
     return 0
+
+
+def _gather_view_while_watching(api: Api, job: dict[str, Any]) -> View:
+    """Return the view of a job. A server that does not answer now does not end the watch."""
+    try:
+        return gather_view(api, job)
+    except ClusterError as error:
+        if not error.passing:
+            raise
+        return View(job, [], [], {"pods": error.what, "events": error.what})
 
 
 def _format_line(job: dict[str, Any]) -> str:
@@ -193,10 +209,12 @@ def build_report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
         yield "  [yellow]a change of the spec was refused; the job follows status.acceptedSpec[/]:"
         yield from (f"  {escape(line)}" for line in refused)
     yield from _format_section("Conditions", [escape(line) for line in _format_conditions(status, now)])
-    yield from _format_section("Pods", [escape(line) for line in _format_pods(view.pods, now)])
+    pods = _list_unread(view, "pods") or _format_pods(view.pods, now)
+    yield from _format_section("Pods", [escape(line) for line in pods])
     yield from _format_section("First failure", [escape(line) for line in _format_failure(status)])
     yield from _format_section("Cache", [escape(line) for line in _format_cache(status)])
-    yield from _format_section("Events", [escape(line) for line in _format_events(view.events, now)])
+    events = _list_unread(view, "events") or _format_events(view.events, now)
+    yield from _format_section("Events", [escape(line) for line in events])
 
 
 def _format_section(title: str, lines: list[str]) -> Iterator[str]:
@@ -204,6 +222,10 @@ def _format_section(title: str, lines: list[str]) -> Iterator[str]:
         yield ""
         yield f"[bold]{title}[/bold]"
         yield from lines
+
+
+def _list_unread(view: View, kind: str) -> list[str]:
+    return [f"  unknown: {view.unread[kind]}"] if kind in view.unread else []
 
 
 def _summarize_job(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
