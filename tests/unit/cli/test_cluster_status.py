@@ -148,3 +148,24 @@ def test_what_the_account_may_not_read_is_not_shown_as_absent(
     captured = capsys.readouterr()
     assert json.loads(captured.out)[refused] is None
     assert f"the {refused} are unknown: {refused} is forbidden" in captured.err
+
+
+def test_watching_a_large_job_does_not_list_its_pods_for_each_change(
+    start_server: Callable[[Answers], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # the report of a terminal
+    lists: list[str] = []
+    changes = [build_job("Running", progress={"step": step}) for step in range(30)] + [build_job("Succeeded")]
+    events = [{"type": "MODIFIED", "object": job} for job in changes]
+
+    def answer(method: str, path: str) -> Answer:
+        if "watch=true" in path:
+            return 200, "\n".join(map(json.dumps, events)).encode(), {}
+        if "/pods" in path:
+            lists.append(path)
+            return 200, json.dumps({"items": [POD] * 5000}).encode(), {}
+        return 200, json.dumps({"items": []} if "/events" in path else changes[0]).encode(), {}
+
+    assert run_app(["status", "j", "--watch", "--kubeconfig", str(start_server(answer))]) == 0
+    assert len(lists) == 2, "at the start, and when the job has ended"
+    assert "Succeeded" in capsys.readouterr().out

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,7 +27,7 @@ from topkube.cli.cluster.jobs import (
     read_index,
     read_phase,
 )
-from topkube.cli.cluster.watches import JobWatch
+from topkube.cli.cluster.watches import JobWatch, find_list_pause
 from topkube.cli.columns import align_columns
 from topkube.errors import ClusterError
 from topkube.telemetry.bar import format_bytes, format_duration, format_rate
@@ -113,14 +114,18 @@ def _follow(api: Api, options: StatusOptions, name: str) -> int:
     console = Console(highlight=False)
     live = None if options.json or not console.is_terminal else Live(console=console, refresh_per_second=4)
     printed = ""
+    view: View | None = None
+    read_again_at = 0.0
     with live or contextlib.nullcontext():
         for job in JobWatch(api, name).read_states():
             if job is None:
                 print(f"the job {name} was deleted", file=sys.stderr)
                 return 1
             if live is not None:
-                view = _gather_view_while_watching(api, job)
-                lines = build_report(view, datetime.now(UTC), bar=True)
+                if view is None or time.monotonic() >= read_again_at or read_phase(job) in FINISHED_PHASES:
+                    view = _gather_view_while_watching(api, job)
+                    read_again_at = time.monotonic() + find_list_pause(len(view.pods))
+                lines = build_report(replace(view, job=job), datetime.now(UTC), bar=True)
                 live.update(Text("\n").join(Text.from_markup(line, emoji=False) for line in lines))
             elif options.json:
                 print(json.dumps(job), flush=True)
