@@ -33,12 +33,21 @@ def check_cluster() -> Iterator[Check]:
 
 
 def _check_server(kubectl: str) -> Check:
+    command = [kubectl, "version", "-o", "json", "--request-timeout=5s"]
     try:
-        command = [kubectl, "version", "-o", "json", "--request-timeout=5s"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    except subprocess.TimeoutExpired:
+        return _build_warning("the cluster does not answer")
+    try:
         version = json.loads(answer.stdout or "{}").get("serverVersion", {}).get("gitVersion")
-    except (subprocess.TimeoutExpired, ValueError):
+    except ValueError:
         version = None
     if version is None:
-        return Check("cluster", "warn", "found a kubeconfig, but the cluster does not answer", "kubectl cluster-info")
+        # A cluster that refuses answers: kubectl's last line is the reason.
+        reason = (answer.stderr.strip().splitlines() or ["kubectl prints no version of a server"])[-1]
+        return _build_warning(f"the cluster cannot be used: {reason}")
     return report_ok("cluster", f"Kubernetes {version}")
+
+
+def _build_warning(problem: str) -> Check:
+    return Check("cluster", "warn", f"found a kubeconfig, but {problem}", "kubectl cluster-info")

@@ -1,0 +1,35 @@
+"""The line of `topkube doctor` about the cluster, with a kubectl that answers, is refused, or reaches nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from topkube.cli.doctor.cluster import check_cluster
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "words"),
+    [
+        ('echo \'{"serverVersion": {"gitVersion": "v1.30.1"}}\'', "ok", "Kubernetes v1.30.1"),
+        (
+            "echo '{}'; echo warning >&2; echo 'error: You must be logged in to the server (Unauthorized)' >&2; exit 1",
+            "warn",
+            "the cluster cannot be used: error: You must be logged in to the server (Unauthorized)",
+        ),
+        ("exit 1", "warn", "the cluster cannot be used: kubectl prints no version of a server"),
+    ],
+)
+def test_the_reason_why_a_cluster_cannot_be_used_is_kubectls(
+    script: str, state: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubectl, config = tmp_path / "kubectl", tmp_path / "config"
+    kubectl.write_text(f"#!/bin/sh\n{script}\n")
+    kubectl.chmod(0o755)
+    config.write_text("")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    [check] = check_cluster()
+    assert check.state == state
+    assert check.message.endswith(words)
