@@ -162,7 +162,8 @@ class LocalBackend:
         local_job = self._find_job(name)
         _end_run(local_job.process, seconds)
         del self._jobs[name]
-        shutil.rmtree(local_job.folder)
+        if local_job.folder.exists():  # somebody may have removed it
+            shutil.rmtree(local_job.folder)
 
     def _refuse_ended(self, local_job: _LocalJob) -> None:
         phase = read_phase(self.get(local_job.job.name))
@@ -267,7 +268,10 @@ def _read_first_failure(local_job: _LocalJob, code: int) -> FirstFailure:
             log_tail="\n".join(rank.get("tail") or [])[-4096:] or None,
         )
     except (OSError, ValueError):
-        text = (local_job.folder / OUTPUT_FILE).read_text(encoding="utf-8", errors="replace")
+        try:
+            text = (local_job.folder / OUTPUT_FILE).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:  # somebody has removed the folder
+            text = f"{error.filename}: {error.strerror}"
         return FirstFailure(exit_code=code, reason="LaunchFailed", message=text.strip()[-2048:] or None)
 
 

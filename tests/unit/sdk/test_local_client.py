@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -204,6 +205,19 @@ def test_the_name_of_an_existing_job_is_refused(client: TrainingClient) -> None:
     client.train(add_up, arguments={"value": 1.0}, name="same")
     with pytest.raises(ClusterError, match="there is a job same already"):
         client.train(add_up, arguments={"value": 1.0}, name="same")
+
+
+def test_a_folder_that_somebody_has_removed_does_not_break_the_list(client: TrainingClient, tmp_path: Path) -> None:
+    name = client.train(fail, slots=2)
+    with pytest.raises(LaunchError):
+        client.wait(name, timeout=PATIENCE_SECONDS, show=False)
+    shutil.rmtree(client._backend.directory / name)  # type: ignore[attr-defined]
+    [job] = client.list()
+    assert job.status is not None
+    assert job.status.first_failure is not None
+    assert "No such file or directory" in (job.status.first_failure.message or "")
+    client.delete(name)
+    assert client.list() == []
 
 
 def test_local_jobs_end_with_their_process(tmp_path: Path) -> None:
