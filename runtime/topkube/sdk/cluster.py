@@ -28,7 +28,7 @@ class ClusterBackend:
         self._location = ClusterLocation(location.kubeconfig, location.context, self._api.namespace)
 
     def submit(self, job: TrainingJob, code: PackedSource, packages: tuple[str, ...]) -> None:
-        if any(stored["metadata"]["name"] == job.name for stored in list_jobs(self._api)):
+        if submit.read_stored(self._api, job.name) is not None:
             raise ClusterError(
                 f"there is a job {job.name} in namespace {self._api.namespace} already",
                 next_step=f"client.delete({job.name!r}), or choose another name",

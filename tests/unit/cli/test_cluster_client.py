@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_answers import Answer, Answers
+from cluster_answers import Answer, Answers, build_status
 
-from topkube.errors import JobError
+from topkube.errors import ClusterError, JobError
 from topkube.sdk import TrainingClient
+
+
+def train() -> None:
+    print("trained")
 
 
 def build_job(name: str, **spec: Any) -> dict[str, Any]:
@@ -49,3 +53,19 @@ def test_the_error_of_an_invalid_stored_job_has_its_name(client: TrainingClient)
     with pytest.raises(JobError, match="the stored job team/bad has a mistake"):
         client.wait("bad", show=False)
     assert client.get("a").name == "a"
+
+
+def test_a_job_is_submitted_without_a_list_of_all_jobs(start_server: Callable[[Answers], Path]) -> None:
+    """The list of a namespace may be large, and this account may not read it."""
+
+    def answer(method: str, path: str) -> Answer:
+        if path.endswith("/trainingjobs"):
+            return build_status(403, "trainingjobs is forbidden: no", kind="trainingjobs")
+        if method == "PATCH" or path.endswith("/taken"):
+            return 200, json.dumps(build_job("new")).encode(), {}
+        return build_status(404, "not found", name="new", kind="trainingjobs")
+
+    client = TrainingClient(kubeconfig=start_server(answer), namespace="team")
+    assert client.train(train, name="new") == "new"
+    with pytest.raises(ClusterError, match="there is a job taken in namespace team already"):
+        client.train(train, name="taken")

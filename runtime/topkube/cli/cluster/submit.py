@@ -60,7 +60,7 @@ def submit_job(options: SubmitOptions) -> int:
         return _print_manifests(job, packed, own or options.location.namespace)
     api = connect(options.location)
     api.namespace = own or api.namespace
-    before = _read_stored(api, job.name)
+    before = read_stored(api, job.name)
     applied = apply_job(api, job, packed, dry_run=options.dry_run, force_conflicts=options.force_conflicts)
     if options.json:
         print(json.dumps(applied, indent=1))
@@ -159,7 +159,8 @@ def apply_job(
     return applied
 
 
-def _read_stored(api: Api, name: str) -> dict[str, Any] | None:
+def read_stored(api: Api, name: str) -> dict[str, Any] | None:
+    """Return the stored job of this name, or None if there is none. Raises ClusterError."""
     try:
         return api.get(build_job_path(api, name))
     except ClusterError as error:
