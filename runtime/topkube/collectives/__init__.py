@@ -54,8 +54,9 @@ def allreduce_(
     entries, their values as `wire` ("fp32", "bf16", "fp16"), chosen by `selection` ("topk" or "mstopk"). `hierarchical`
     sends float32 values between nodes as `dense_wire` ("fp32", "bf16", "fp16"). `powersgd` and `acpsgd` approximate the
     array by rank `matrix_rank`, as a matrix with one row per element of its first dimension. Without `residual` nothing
-    is kept between calls. With a residual (`new_residual`, or a float32 array of that length, zeros
-    at first), what was not sent is added to the next call's array. If any rank meets NaN or Inf, the residual stays as
+    is kept between calls. With a residual (`new_residual`, or a float32 array of that length, zeros at first), what was
+    not sent is added to the next call's array; all ranks pass one, or none. `powersgd` and `acpsgd` take only what
+    `new_residual` returns, because they also keep factors. If any rank meets NaN or Inf, the residual stays as
     it was on all ranks. `world` is a sub-world (`topkube.new_world`) whose ranks alone take part.
 
     Raises ArgumentError before anything is sent, AlgorithmError if the algorithm's package cannot be loaded,
@@ -140,6 +141,11 @@ def _check_residual(residual: Any, algorithm: Algorithm, world: World, length: i
     residual_elements = residual_length(algorithm, world, length)
     if isinstance(residual, Residual):
         state, residual_size = residual, residual.current.size
+    elif MATRIX_RANK in algorithm.parameters:
+        raise ArgumentError(
+            f"residual is a {type(residual).__name__}; {algorithm.name} also keeps factors from call to call",
+            next_step=f"make it with topkube.collectives.new_residual({algorithm.name!r}, {length})",
+        )
     else:
         view: Array = view_flat(residual, "residual", writable=True, dtypes=(np.dtype(np.float32),))
         state, residual_size = Residual(0), view.size

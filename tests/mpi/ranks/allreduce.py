@@ -207,6 +207,14 @@ def case_a_plain_array_is_a_residual(world: World) -> None:
         assert plain.tobytes() == proper.current.tobytes()
 
 
+def case_algorithms_with_factors_refuse_a_plain_array_as_residual(world: World) -> None:
+    """It has no room for the factors that the next call needs."""
+    for name in ("powersgd", "acpsgd"):
+        plain = np.zeros(residual_length(find_algorithm(name), world, 64), np.float32)
+        with pytest.raises(ArgumentError, match="new_residual"):
+            topkube.allreduce_(np.ones((8, 8), np.float32), algorithm=name, residual=plain)
+
+
 def case_a_nan_anywhere_leaves_residuals_as_they_were(world: World) -> None:
     length = 4_001
     for name in WITH_RESIDUAL:
