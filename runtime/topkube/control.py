@@ -81,6 +81,12 @@ def build_timeout(
     shown = list(other_waits.items())[:_LISTED_WAITS]
     elsewhere = "; ".join(f"{name_ranks(ranks)} waited for {other}" for other, ranks in shown)
     elsewhere = f" ({elsewhere})" if elsewhere else ""
+    if not missing and any(_is_same_wait(place, other) for other in other_waits):
+        return CollectiveTimeout(
+            f"{waited}, although every rank arrived{elsewhere}",
+            cause="ranks wait in different places: they took different branches",
+            next_step="make every rank enter the same collectives in the same order",
+        )
     if not missing:
         return CollectiveTimeout(
             f"{waited}, although every rank arrived{elsewhere}",
@@ -93,6 +99,12 @@ def build_timeout(
         cause="a rank failed, hangs, or skipped a collective that others entered",
         next_step="read that rank's output; every rank must enter the same collectives in the same order",
     )
+
+
+def _is_same_wait(place: str, other: str) -> bool:
+    """Return True if two places, "what (series number)", are the same wait of their ranks: all ranks have the same
+    place there, unless they took different branches. A rank in a later wait may just be ahead of the others."""
+    return place != other and place.rpartition(" (")[2] == other.rpartition(" (")[2]
 
 
 class Roll:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkube.control import ANSWER, Answers, Roll, list_neighbours, name_ranks
+from topkube.control import ANSWER, Answers, Roll, build_timeout, list_neighbours, name_ranks
 
 
 def build_answer(rank: int, collectives: int = 5, what: bytes = b"all-reduce") -> Answers:
@@ -88,3 +88,17 @@ def test_a_roll_of_4096_ranks_names_the_missing_one_and_those_that_wait_elsewher
 def test_many_ranks_are_named_in_one_line() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        ("an agreement (collective 5)", "took different branches"),
+        ("all-reduce 'flat' (collective 6)", "the network"),  # ahead: it has what it needs of collective 5
+        ("barrier() (call 2)", "the network"),  # another thread of that rank
+    ],
+)
+def test_ranks_in_different_places_of_the_same_wait_took_different_branches(other: str, cause: str) -> None:
+    error = build_timeout("all-reduce 'hitopk' (collective 5)", 0, (), {other: (1,)}, 3.0)
+    assert cause in str(error)
+    assert f"rank 1 waited for {other}" in str(error)
