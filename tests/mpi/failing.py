@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import topkube
+from topkube import collectives
 from topkube import world as worlds
 from topkube.collectives import Request
 from topkube.collectives.all_reduce import load_by_name
@@ -152,6 +153,20 @@ def use_different_densities(world: World) -> None:
     topkube.allreduce_(make_ones(), density=0.01 if world.rank == world.size - 1 else 0.02)
 
 
+def use_different_shapes(world: World) -> None:
+    shape = (4, 6) if world.rank == 0 else (6, 4)
+    topkube.allreduce_(make_ones(24).reshape(shape), algorithm="powersgd", matrix_rank=2)
+
+
+def use_a_residual_on_one_rank(world: World) -> None:
+    residual = collectives.new_residual("hitopk", 1000)
+    topkube.allreduce_(make_ones(1000), residual=residual if world.rank == 0 else None)
+
+
+def use_densities_that_differ_in_the_last_digits(world: World) -> None:
+    topkube.allreduce_(make_ones(1000), density=0.01 if world.rank == 0 else 0.01 + 1e-9)
+
+
 def raise_error(world: World) -> None:
     if world.rank == 1:
         raise ValueError("an error of rank 1")
@@ -274,6 +289,9 @@ CASES: dict[str, Callable[[World], None]] = {
     "types-differ": reduce_arrays_of_different_types,
     "algorithms-differ": use_different_algorithms,
     "densities-differ": use_different_densities,
+    "densities-differ-in-the-last-digits": use_densities_that_differ_in_the_last_digits,
+    "shapes-differ": use_different_shapes,
+    "residual-on-one-rank": use_a_residual_on_one_rank,
     "raises": raise_error,
     "raises-in-a-thread": raise_in_a_thread,
     "exits": exit_with_status,

@@ -121,6 +121,10 @@ def test_ranks_of_a_sub_world_are_named_as_in_the_world(failing_world: FailingWo
         ("mpich", "2,2", "types-differ", ["rank 1:", "float16"]),
         ("mpich", "2,2", "algorithms-differ", ["rank 0: flat", "hitopk"]),
         ("mpich", "2,1", "densities-differ", ["rank 2:", "density=0.01"]),
+        ("mpich", "2", "densities-differ-in-the-last-digits", ["rank 0:", "density=0.010000001"]),
+        ("mpich", "2", "shapes-differ", ["rank 0:", "matrices=4x6", "rank 1:", "matrices=6x4"]),
+        ("mpich", "1,1", "shapes-differ", ["rank 0:", "matrices=4x6", "rank 1:", "matrices=6x4"]),
+        ("mpich", "2,2", "residual-on-one-rank", ["rank 0:", "with residual; ranks 1, 2, 3: "]),
         ("openmpi", "2,2", "lengths-differ-inside-a-node", ["length=1000", "length=1001"]),
     ],
 )

@@ -19,7 +19,7 @@ from topkube.algorithms import MATRIX_RANK
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
 from topkube.collectives.greetings import LinkGreetings, MpiGreetings, list_greeted
 from topkube.collectives.mismatch import describe_ranks
-from topkube.collectives.request import Request
+from topkube.collectives.request import Matrix, Request
 from topkube.errors import MismatchError
 from topkube.telemetry import phases, trace
 from topkube.world import World
@@ -58,12 +58,7 @@ class Call:
         world.enter()
         self.world = world
         self.name = f"all-reduce {algorithm!r}"
-        options = f" density={request.density:g} wire={request.wire} selection={request.selection}"
-        if request.dense_wire != "fp32":
-            options += f" dense_wire={request.dense_wire}"
-        if request.matrix_rank != MATRIX_RANK.default:
-            options += f" matrix_rank={request.matrix_rank}"
-        self._description = f"{algorithm} length={request.length} dtype={request.dtype} op={request.op}{options}"
+        self._description = _describe(algorithm, request)
         self._hash = xxhash.xxh3_64_intdigest(f"{world.calls} {self._description}".encode())
         self._stage = 0
         self.traced_bucket = trace.active.bucket if trace.active is not None else None
@@ -201,9 +196,33 @@ class Call:
             f"ranks entered collective {self.world.calls} with different parameters. {listed}"
             if groups > 1
             else f"ranks entered {listed} after different numbers of collectives",
-            cause="ranks passed arrays of different lengths or types, or took different branches",
+            cause="ranks passed arrays of different lengths, shapes or types, or a residual on some ranks only, or took"
+            " different branches",
             next_step="make every rank enter the same collectives in the same order, with equal parameters",
         )
+
+
+def _describe(algorithm: str, request: Request) -> str:
+    """Return the name of the algorithm and everything in the request that must be the same on all ranks. The density
+    has all of its digits, because the last one may change the number of entries."""
+    options = f" density={float(request.density)} wire={request.wire} selection={request.selection}"
+    if request.dense_wire != "fp32":
+        options += f" dense_wire={request.dense_wire}"
+    if request.matrix_rank != MATRIX_RANK.default:
+        options += f" matrix_rank={request.matrix_rank}"
+    if request.matrices:
+        options += f" matrices={_describe_matrices(request.matrices)}"
+    if request.residual is not None:
+        options += " residual with momentum" if request.residual.momentum else " with residual"
+    return f"{algorithm} length={request.length} dtype={request.dtype} op={request.op}{options}"
+
+
+def _describe_matrices(matrices: tuple[Matrix, ...]) -> str:
+    """Return the rows and columns of the only matrix, or the number of matrices and a hash of their places."""
+    if len(matrices) == 1:
+        return f"{matrices[0].rows}x{matrices[0].columns}"
+    places = " ".join(f"{matrix.start} {matrix.length} {matrix.columns}" for matrix in matrices)
+    return f"{len(matrices)} (hash {xxhash.xxh3_64_hexdigest(places.encode())})"
 
 
 def _check_current_call(world: World) -> None:
