@@ -167,6 +167,11 @@ def use_densities_that_differ_in_the_last_digits(world: World) -> None:
     topkube.allreduce_(make_ones(1000), density=0.01 if world.rank == 0 else 0.01 + 1e-9)
 
 
+def gather_types_with_long_names(world: World) -> None:
+    fields = [f"layer_{number:03}" for number in range(9)] + ["x" if world.rank == 0 else "y"]
+    topkube.allgather(np.zeros(1, [(field, np.float32) for field in fields]))
+
+
 def raise_error(world: World) -> None:
     if world.rank == 1:
         raise ValueError("an error of rank 1")
@@ -292,6 +297,7 @@ CASES: dict[str, Callable[[World], None]] = {
     "densities-differ-in-the-last-digits": use_densities_that_differ_in_the_last_digits,
     "shapes-differ": use_different_shapes,
     "residual-on-one-rank": use_a_residual_on_one_rank,
+    "long-types-differ": gather_types_with_long_names,
     "raises": raise_error,
     "raises-in-a-thread": raise_in_a_thread,
     "exits": exit_with_status,

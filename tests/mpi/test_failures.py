@@ -125,6 +125,7 @@ def test_ranks_of_a_sub_world_are_named_as_in_the_world(failing_world: FailingWo
         ("mpich", "2", "shapes-differ", ["rank 0:", "matrices=4x6", "rank 1:", "matrices=6x4"]),
         ("mpich", "1,1", "shapes-differ", ["rank 0:", "matrices=4x6", "rank 1:", "matrices=6x4"]),
         ("mpich", "2,2", "residual-on-one-rank", ["rank 0:", "with residual; ranks 1, 2, 3: "]),
+        ("mpich", "2", "long-types-differ", ["ranks made different calls", "rank 0:", "rank 1:", "hash of the whole"]),
         ("openmpi", "2,2", "lengths-differ-inside-a-node", ["length=1000", "length=1001"]),
     ],
 )
