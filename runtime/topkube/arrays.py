@@ -38,15 +38,25 @@ def is_tensor(x: object) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def refuse_masked(x: object, name: str) -> None:
+    """Raise ArgumentError if `x` is a masked array: NumPy drops its mask in silence."""
+    if type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{name} is a masked array, and the mask would be ignored", next_step=f"pass {name}.filled(value)"
+        )
+
+
 def view_flat(x: object, name: str, *, writable: bool = False, dtypes: tuple[np.dtype[Any], ...] = FLOATS) -> Array:
     """Return a one-dimensional NumPy view of a contiguous NumPy array or torch CPU tensor, without a copy.
 
-    Raises ArgumentError if `x` is neither, is on another device, is not contiguous or not aligned, is read-only
-    although it must be writable, or has a dtype outside `dtypes`. `name` is the parameter's name in the message.
+    Raises ArgumentError if `x` is neither, is masked, is on another device, is a view that negates or conjugates, is
+    not contiguous or not aligned, is read-only although it must be writable, or has a dtype outside `dtypes`. `name` is
+    the parameter's name in the message.
     """
     if is_tensor(x):
         array = _view_tensor(x, name)
     elif isinstance(x, np.ndarray):
+        refuse_masked(x, name)
         array = x
     else:
         raise ArgumentError(
@@ -84,6 +94,12 @@ def _view_tensor(x: Any, name: str) -> Array:
         )
     if x.layout is not torch.strided:
         raise ArgumentError(f"{name} has layout {x.layout} instead of strided", next_step=f"pass {name}.to_dense()")
+    if x.is_neg() or x.is_conj():
+        raise ArgumentError(
+            f"{name} is a view whose memory holds other values: torch negates or conjugates them when they are read",
+            cause="the imaginary part of a conjugate tensor",
+            next_step=f"pass {name}.clone()",
+        )
     detached = x.detach()
     if detached.dtype == torch.bfloat16:
         return detached.view(torch.int16).numpy().view(BFLOAT16)  # type: ignore[no-any-return]

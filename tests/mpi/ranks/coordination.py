@@ -113,6 +113,25 @@ def case_arrays_of_different_lengths_are_joined(world: World) -> None:
         topkube.allgather(["a", None])
 
 
+def case_views_that_negate_or_conjugate_are_read_as_torch_reads_them(world: World) -> None:
+    complex_numbers = torch.complex(torch.ones(3), torch.arange(3.0) + world.rank).conj()
+    parts = [torch.complex(torch.ones(3), -torch.arange(3.0) - rank) for rank in range(world.size)]
+    assert torch.equal(topkube.allgather(complex_numbers), torch.cat(parts))
+    assert torch.equal(topkube.allgather(complex_numbers.imag), torch.cat([part.imag for part in parts]))
+    for dtype in (torch.float64, torch.float32, torch.int64):
+        negative = torch._neg_view(torch.arange(3).to(dtype))
+        assert topkube.reduce(negative, "max").tolist() == [0, -1, -2]
+        assert topkube.allgather(negative).tolist() == [0, -1, -2] * world.size
+
+
+def case_masked_arrays_are_refused(world: World) -> None:
+    masked = np.ma.MaskedArray(np.ones(3, np.float32), mask=[0, 1, 0])
+    for call in (topkube.allreduce_, topkube.allgather, topkube.reduce):
+        with pytest.raises(ArgumentError, match="masked"):
+            call(masked)
+    assert topkube.reduce(1) == world.size  # the refused calls do not count
+
+
 def case_large_objects_are_sent_in_pieces(world: World) -> None:
     def build_payload(rank: int) -> dict[str, object]:
         return {"rank": rank, "text": "x" * 3000 * rank, "array": np.arange(rank)}

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from topkube.arrays import is_tensor
+from topkube.arrays import is_tensor, refuse_masked
 from topkube.collectives.coordination.numbers import Reducible
 from topkube.collectives.coordination.ordered import fold
 from topkube.collectives.mismatch import describe_ranks
@@ -69,6 +69,7 @@ def allgather(array: Any, *, world: World | None = None) -> Any:
     is of the same kind as `array`, on the same device.
     """
     tensor = is_tensor(array)
+    refuse_masked(array, "array")
     source: Any = array if tensor else np.asarray(array)
     if not tensor and source.dtype.hasobject:
         raise ArgumentError("allgather takes numbers", next_step="use topkube.gather_object for other objects")
@@ -76,7 +77,9 @@ def allgather(array: Any, *, world: World | None = None) -> Any:
     row_shape = tuple(source.shape[1:])
     kind = f"{'tensor' if tensor else 'array'} dtype={source.dtype} shape=(*, {', '.join(map(str, row_shape))})"
     with _enter_call(world, "allgather()", kind) as world:
-        host = source.detach().contiguous().cpu() if tensor else np.ascontiguousarray(source)
+        host = (
+            source.detach().resolve_conj().resolve_neg().contiguous().cpu() if tensor else np.ascontiguousarray(source)
+        )
         raw: Bytes = _view_tensor_bytes(host) if tensor else host.reshape(-1).view(np.uint8)
         lengths = _gather_numbers(world, [source.shape[0], raw.size], "allgather()")
         joined = _gather_bytes(world, raw, lengths[:, 1], "allgather()")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from topkube.arrays import is_tensor
+from topkube.arrays import is_tensor, refuse_masked
 from topkube.errors import ArgumentError
 
 _LOW_HALF = (1 << 32) - 1
@@ -29,6 +29,7 @@ class Reducible:
             self._dtype, self._device = value.dtype, value.device
             host = _copy_to_host(value)
         elif isinstance(value, bool | int | float | np.ndarray | np.generic):
+            refuse_masked(value, "value")
             try:
                 host = np.asarray(value)
             except OverflowError:
@@ -95,7 +96,7 @@ def _copy_to_host(tensor: Any) -> npt.NDArray[Any]:
 
     if tensor.is_complex() or tensor.layout is not torch.strided:
         raise _explain_type(f"tensor of {tensor.dtype}, {tensor.layout}")
-    host = tensor.detach().cpu()
+    host = tensor.detach().cpu().resolve_neg()
     array: npt.NDArray[Any] = (host.double() if tensor.is_floating_point() else host).numpy()
     return array
 
