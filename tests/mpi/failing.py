@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -172,6 +172,32 @@ def gather_types_with_long_names(world: World) -> None:
     topkube.allgather(np.zeros(1, [(field, np.float32) for field in fields]))
 
 
+class Mean(torch.autograd.Function):
+    """A layer whose backward needs a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        topkube.allreduce_(torch.ones(5000), algorithm="dense")
+        return gradient
+
+
+def reduce_during_backward(world: World) -> None:
+    last, first = torch.nn.Linear(600, 600), torch.nn.Linear(600, 600)
+    model = torch.nn.Sequential(first, last)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    aggregation = "hierarchical"
+    optimizer = topkube.DistributedOptimizer(
+        sgd, model.named_parameters(), aggregation=aggregation, bucket_bytes=1 << 20
+    )
+    for _ in range(2):  # the first backward exchanges at its end
+        last(Mean.apply(first(torch.ones(1, 600)))).sum().backward()
+        optimizer.step()
+
+
 def raise_error(world: World) -> None:
     if world.rank == 1:
         raise ValueError("an error of rank 1")
@@ -296,6 +322,7 @@ CASES: dict[str, Callable[[World], None]] = {
     "densities-differ": use_different_densities,
     "densities-differ-in-the-last-digits": use_densities_that_differ_in_the_last_digits,
     "shapes-differ": use_different_shapes,
+    "reduces-during-backward": reduce_during_backward,
     "residual-on-one-rank": use_a_residual_on_one_rank,
     "long-types-differ": gather_types_with_long_names,
     "raises": raise_error,

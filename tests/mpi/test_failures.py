@@ -139,6 +139,15 @@ def test_a_mismatch_is_shown_to_all(
         assert report["seconds"] < LONG_DEADLINE
 
 
+@pytest.mark.parametrize("layout", ["1,1", "2,2"])
+def test_an_all_reduce_during_a_backward_is_refused(layout: str, failing_world: FailingWorld) -> None:
+    for rank, report in failing_world("mpich", layout, "reduces-during-backward", deadline=LONG_DEADLINE).items():
+        assert report["error"] == "CollectiveError", f"rank {rank}: {report}"
+        assert "during a backward() that exchanges gradients" in report["message"]
+        assert "topkube.new_world" in report["message"]
+        assert report["seconds"] < LONG_DEADLINE
+
+
 @pytest.mark.parametrize(
     ("mpi", "layout", "case", "absentee"),
     [

@@ -13,6 +13,7 @@ from topkube.arrays import Array, is_tensor, view_flat
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, load
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.collectives.error_feedback import Residual
+from topkube.collectives.occupancy import find_occupancy
 from topkube.collectives.request import Matrix, Request
 from topkube.collectives.shard import Shard, residual_length, residual_range
 from topkube.errors import ArgumentError
@@ -59,24 +60,31 @@ def allreduce_(
     `new_residual` returns, because they also keep factors. If any rank meets NaN or Inf, the residual stays as
     it was on all ranks. `world` is a sub-world (`topkube.new_world`) whose ranks alone take part.
 
-    Raises ArgumentError before anything is sent, AlgorithmError if the algorithm's package cannot be loaded,
-    MismatchError if ranks disagree, CollectiveTimeout if a rank does not arrive.
+    One thread at a time calls it in a world, and not during a backward that exchanges gradients there: use a sub-world.
+
+    Raises ArgumentError before anything is sent, CollectiveError if two threads use the world, AlgorithmError if the
+    algorithm's package cannot be loaded, MismatchError if ranks disagree, CollectiveTimeout if a rank does not arrive.
     """
     world = world or current()
-    if is_tensor(array) and array.is_cuda:
-        return _reduce_on_device(world, array, op, algorithm, density, wire, selection, residual, dense_wire)
-    view = view_flat(array, "array", writable=True)
-    chosen = resolve(algorithm, world, view.size, density)
-    state = _check_residual(residual, chosen, world, view.size)
-    matrices = _list_matrices(tuple(array.shape)) if MATRIX_RANK in chosen.parameters else ()
-    request = Request(view, op, density, wire, selection, state, dense_wire, matrix_rank, matrices)
-    finite = load(chosen).run(world, request)
-    if state is not None and world.agree(finite):
-        state.accept()
-        state.commit()
-        if state is not residual:
-            view_flat(residual, "residual", writable=True)[:] = state.current
-    return array
+    occupancy = find_occupancy(world)
+    occupancy.enter(world)
+    try:
+        if is_tensor(array) and array.is_cuda:
+            return _reduce_on_device(world, array, op, algorithm, density, wire, selection, residual, dense_wire)
+        view = view_flat(array, "array", writable=True)
+        chosen = resolve(algorithm, world, view.size, density)
+        state = _check_residual(residual, chosen, world, view.size)
+        matrices = _list_matrices(tuple(array.shape)) if MATRIX_RANK in chosen.parameters else ()
+        request = Request(view, op, density, wire, selection, state, dense_wire, matrix_rank, matrices)
+        finite = load(chosen).run(world, request)
+        if state is not None and world.agree(finite):
+            state.accept()
+            state.commit()
+            if state is not residual:
+                view_flat(residual, "residual", writable=True)[:] = state.current
+        return array
+    finally:
+        occupancy.leave()
 
 
 def _list_matrices(shape: tuple[int, ...]) -> tuple[Matrix, ...]:

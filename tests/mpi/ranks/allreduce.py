@@ -4,6 +4,8 @@ all ranks."""
 from __future__ import annotations
 
 import functools
+import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +20,7 @@ from topkube.algorithms.cost import count_wider_bytes
 from topkube.collectives import Request, load, residual_length
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.overlapped import MOST_PIECE_BYTES, OverlappedAllReduce
-from topkube.errors import ArgumentError
+from topkube.errors import ArgumentError, CollectiveError
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -329,6 +331,30 @@ def case_wrong_parameters_are_named(world: World) -> None:
         with pytest.raises(ArgumentError):
             topkube.allreduce_(array)
     assert (x == 1).all()
+
+
+def case_a_second_thread_is_refused_while_the_first_is_in_a_call(world: World) -> None:
+    if world.size == 1:
+        return
+    entered = world.calls
+    if world.rank == 0:
+        x = np.ones(1000, np.float32)
+        first = threading.Thread(target=topkube.allreduce_, args=(x, "sum", "hierarchical"))
+        first.start()
+        while world.calls == entered:
+            time.sleep(0.001)
+        with pytest.raises(CollectiveError, match=r"rank 0: two threads.*new_world"):
+            topkube.allreduce_(np.ones(1000, np.float32))
+    world.agreement.Barrier()
+    if world.rank == 0:
+        first.join()
+    else:
+        x = topkube.allreduce_(np.ones(1000, np.float32), "sum", "hierarchical")
+    assert (x == world.size).all()
+    with pytest.raises(ArgumentError):
+        topkube.allreduce_([1.0])
+    # After an error, the world is free again.
+    assert (topkube.allreduce_(np.ones(10, np.float32), algorithm="dense") == 1).all()
 
 
 def case_tensors_are_reduced_in_place(world: World) -> None:

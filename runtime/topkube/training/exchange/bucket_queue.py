@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 import torch
 
 from topkube.collectives.device.memory import DeviceFlag
+from topkube.collectives.occupancy import find_occupancy
 from topkube.errors import TrainingError
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
@@ -60,6 +61,7 @@ class BucketQueue:
         is_alone = self._exchange.world.size == 1 and not algorithms.large.compresses
         if is_alone and not algorithms.drains(bucket):  # nothing to send: no thread is needed
             return communication_thread.make_done(run(bucket, density, is_warming_up))
+        find_occupancy(self._exchange.world).begin_exchange(self._exchange.world, self)
         # Only residuals need the factor on the loss. It may be on a device, so it is not read here.
         scale = self.loss_scale if algorithms.is_sparse(bucket) else 1.0
         mark = self._exchange.mark_caller()
@@ -79,6 +81,12 @@ class BucketQueue:
 
     def _wait(self, futures: Iterable[Future[bool]]) -> bool | DeviceFlag:
         finite = all([future.result() for future in futures])
+        flagged = self._flush(finite)
+        self._end_exchange()
+        return flagged
+
+    def _flush(self, finite: bool) -> bool | DeviceFlag:
+        """Finish the exchanges that are under way. `finite` and the result are those of `_wait`."""
         if self._exchange.can_check_finite_on_device(self._plan.buckets):
             assert finite  # values that are not finite set the flag, not the result of a future
             flag = communication_thread.run(self._exchange.flush_undecided)
@@ -94,6 +102,7 @@ class BucketQueue:
         wait(self.futures)
         if self.futures and self._exchange.is_pipelined:
             wait([communication_thread.submit(self._exchange.flush)])
+        self._end_exchange()
 
     def abandon(self) -> None:
         """Undo the exchanges of a backward that did not finish. Raises TrainingError if other ranks have already
@@ -104,6 +113,7 @@ class BucketQueue:
         if self._exchange.is_pipelined:
             communication_thread.run(self._exchange.flush)
             self._exchange.make_caller_wait()
+        self._end_exchange()
         self._exchange.residuals.reject()
         if self._exchange.reduced_parts is not None:
             self._exchange.reduced_parts.take()
@@ -114,3 +124,7 @@ class BucketQueue:
                 cause="an exception in backward()",
                 next_step="end the process on an exception: the ranks are out of step",
             )
+
+    def _end_exchange(self) -> None:
+        """Let other calls use the world: no bucket is under way."""
+        find_occupancy(self._exchange.world).end_exchange(self)

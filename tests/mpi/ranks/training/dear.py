@@ -171,6 +171,33 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
         assert begun == ([step for step in range(1, STEPS) if step % 2 == 0 or world.rank == 0]) * (world.nodes > 1)
 
 
+def case_all_reduces_of_the_script_mix_with_late_gathers(world: World) -> None:
+    """In the world of all ranks outside of backward, and in a world of its own within it."""
+    own_world = topkube.new_world(range(world.size))
+    results = []
+
+    def sum_over(chosen: World | None) -> None:
+        results.append(topkube.allreduce_(torch.ones(3000), "sum", "hierarchical", world=chosen))
+
+    weights = []
+    for mixes in (False, True):
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation="dense", overlap="dear")
+        if mixes:
+            model[3].weight.register_hook(lambda gradient: sum_over(own_world))
+        for step in range(STEPS):
+            loss = compute_loss(model, *map(take_own_part, draw_samples(8 * world.size, step)))
+            for act in (loss.backward, optimizer.step, optimizer.zero_grad):
+                if mixes:
+                    sum_over(world)
+                act()
+        weights.append(copy_weights(model))
+        optimizer.unwrap()
+    assert len(results) == 4 * STEPS
+    assert all((result == world.size).all() for result in results)
+    assert all(torch.equal(plain, mixed) for plain, mixed in zip(*weights, strict=True))
+
+
 def case_late_updates_use_the_learning_rate_of_their_step(world: World) -> None:
     schedules: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
 
