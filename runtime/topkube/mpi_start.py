@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,14 @@ from topkube.errors import WorldError
 from topkube.installation import build_install_command
 from topkube.mpi_exit import take_over_finalize
 
+SHARED_MEMORY = "/dev/shm"
 _WINDOW_BYTES_PER_RANK = 1100 << 10
 _WINDOW_BYTES_MOST = 20 << 20
 _WINDOW_BYTES_PER_RANK_LEAST = 300 << 10
+_SPARE_BYTES = 4 << 20
+"""What a window leaves free in /dev/shm, for MPI and other programs."""
+_SUB_WORLDS = 8
+"""The window of a sub-world has its usual size if so many of them fit into /dev/shm."""
 
 
 def load_mpi() -> Any:
@@ -42,17 +48,59 @@ def load_mpi() -> Any:
     return MPI
 
 
-def share_window(MPI: Any, node_comm: Any) -> npt.NDArray[np.uint8]:
-    """Return zeroed memory that all ranks of the node map. A few megabytes, because the default /dev/shm of a pod has
-    64 MiB."""
-    ranks = node_comm.size
-    bytes_per_rank = max(_WINDOW_BYTES_PER_RANK_LEAST, min(_WINDOW_BYTES_PER_RANK, _WINDOW_BYTES_MOST // ranks))
-    total = ranks * bytes_per_rank
-    if ranks == 1:
-        return np.zeros(total, np.uint8)
-    window = MPI.Win.Allocate_shared(total if node_comm.rank == 0 else 0, 1, comm=node_comm)
+def plan_window(node_ranks: int, free_bytes: int, is_sub_world: bool) -> int:
+    """Return the bytes of the memory that the ranks of a node share, or 0 if not even the least number of bytes is
+    free. A sub-world is small if it would take much of what is free: other sub-worlds need memory too."""
+    usual = node_ranks * max(
+        _WINDOW_BYTES_PER_RANK_LEAST, min(_WINDOW_BYTES_PER_RANK, _WINDOW_BYTES_MOST // node_ranks)
+    )
+    available = max(0, free_bytes - _SPARE_BYTES)
+    if usual <= (available // _SUB_WORLDS if is_sub_world else available):
+        return usual
+    least = node_ranks * _WINDOW_BYTES_PER_RANK_LEAST
+    return least if least <= available else 0
+
+
+def agree_on_window(MPI: Any, comm: Any, node_comm: Any, is_sub_world: bool = False) -> int:
+    """Return the bytes of this node's window for `share_window`. All ranks of `comm` call this together. Raises
+    WorldError on all of them if a node has too little shared memory: a rank that writes to a full /dev/shm is killed
+    by SIGBUS."""
+    if node_comm.size == 1:
+        planned, lacking = _WINDOW_BYTES_PER_RANK, (0, 0, 0)
+    else:
+        free_bytes = count_free_bytes() if node_comm.rank == 0 else 0
+        free_bytes = node_comm.bcast(free_bytes)
+        planned = plan_window(node_comm.size, free_bytes, is_sub_world)
+        needed = node_comm.size * _WINDOW_BYTES_PER_RANK_LEAST + _SPARE_BYTES
+        lacking = (0, 0, 0) if planned else (needed - free_bytes, needed, free_bytes)
+    _, needed, free_bytes = comm.allreduce(lacking, MPI.MAX)  # those of the node that lacks most
+    if needed:
+        raise WorldError(
+            f"{SHARED_MEMORY} has {free_bytes / 2**20:.1f} MiB free on a node, and its ranks need"
+            f" {needed / 2**20:.1f} MiB for this world",
+            cause="a container has 64 MiB by default, and every world with several ranks on a node takes a part",
+            next_step="make /dev/shm larger (docker run --shm-size=1g, or a memory-backed emptyDir at /dev/shm), or"
+            " close sub-worlds that are not used any more (World.close)",
+        )
+    return planned
+
+
+def count_free_bytes() -> int:
+    """Return the free bytes of shared memory; if they are unknown, more than any world needs."""
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 1 << 62
+    return status.f_bavail * status.f_frsize
+
+
+def share_window(MPI: Any, node_comm: Any, nbytes: int) -> tuple[npt.NDArray[np.uint8], Any]:
+    """Return zeroed memory of `nbytes` that all ranks of the node map, and its MPI window (None for a single rank)."""
+    if node_comm.size == 1:
+        return np.zeros(nbytes, np.uint8), None
+    window = MPI.Win.Allocate_shared(nbytes if node_comm.rank == 0 else 0, 1, comm=node_comm)
     memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
     if node_comm.rank == 0:
         memory[:] = 0
     node_comm.Barrier()
-    return memory
+    return memory, window

@@ -39,7 +39,7 @@ from topkube.links import (
     open_links,
 )
 from topkube.mpi_exit import end_together, forget_exit
-from topkube.mpi_start import load_mpi, share_window
+from topkube.mpi_start import agree_on_window, load_mpi, share_window
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
 from topkube.settings import Settings
@@ -345,6 +345,7 @@ def create_sub_world(parent: World, ranks: Sequence[int], has_window: bool = Tru
         [homes[rank] for rank in ranks],
         parent.translate_ranks(ranks),
         has_window=has_window,
+        is_sub_world=True,
         deadline_seconds=parent.deadline_seconds,
         run_directory=parent.run_directory,
         heartbeat=parent.heartbeat,
@@ -366,12 +367,14 @@ def _create_world(
     crowding: float,
     link_choice: LinkChoice,
     has_window: bool = True,
+    is_sub_world: bool = False,
     **more: Any,
 ) -> World:
     """Return the world of all ranks of `comm`; `homes` has the node of each rank. All ranks must call this function."""
     node_ranks = group_by_home(homes)
     node = find_nodes_of_ranks(node_ranks)[comm.rank]
     node_comm = comm.Split(node, comm.rank)
+    window_bytes = agree_on_window(MPI, comm, node_comm, is_sub_world) if has_window else 0
     shards = min(map(len, node_ranks))
     # By node: the rank of a node among the others is its number for all local ranks, in whatever order ranks come.
     cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, node)
@@ -394,7 +397,7 @@ def _create_world(
         control=Control(comm.Dup(), crowding),
         agreement=comm.Dup(),
         calls_comm=comm.Dup(),
-        window=share_window(MPI, node_comm) if has_window else np.zeros(0, np.uint8),
+        window=share_window(MPI, node_comm, window_bytes)[0] if has_window else np.zeros(0, np.uint8),
         members=members,
         crowding=crowding,
         link_choice=link_choice,

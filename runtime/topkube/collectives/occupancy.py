@@ -16,7 +16,7 @@ from topkube.world import World
 
 _KEY = "occupancy"
 """The key of the Occupancy in the world's cache."""
-_NEXT_STEP = "make the call in a world of its own (topkube.new_world), before that or after it"
+_NEXT_STEP = "call it from one thread, before or after backward(); or in a world of its own (topkube.new_world)"
 
 
 class Occupancy:

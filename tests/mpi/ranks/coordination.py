@@ -12,9 +12,9 @@ import torch
 
 import topkube
 from ranks.allreduce import EXACT, assert_near, draw_inputs
-from topkube import collectives
+from topkube import collectives, mpi_start
 from topkube.collectives.coordination import calls, ordered
-from topkube.errors import ArgumentError
+from topkube.errors import ArgumentError, WorldError
 from topkube.training.ranks import communication_thread
 from topkube.training.ranks.agreement import Agreement, open_agreement
 from topkube.world import World
@@ -258,3 +258,19 @@ def case_an_agreement_of_many_numbers_adds_them_in_rank_order(world: World) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordered, "GATHERED", 100)
         assert np.array_equal(Agreement(world).sum(own[world.rank].tolist()), total)
+
+
+def case_a_world_that_does_not_fit_into_shared_memory_is_refused_on_all_ranks(world: World) -> None:
+    """A rank that writes to a full /dev/shm would be killed by SIGBUS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi_start, "count_free_bytes", lambda: 20 << 20)
+        small = topkube.new_world(range(world.size))
+        check_all_calls(small)
+        assert small is not None
+        if world.local_size > 1:
+            assert small.window.size < world.window.size
+        patch.setattr(mpi_start, "count_free_bytes", lambda: 4 << 20 if world.rank == 0 else 1 << 30)
+        if len(world.node_ranks[0]) > 1:
+            with pytest.raises(WorldError, match=r"has 4\.0 MiB free on a node.*shm-size"):
+                topkube.new_world(range(world.size))
+    check_all_calls(topkube.new_world(range(world.size)))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from topkube.environment import ProcessLaunch, read_process_launch
 from topkube.errors import WorldError
 from topkube.launch_check import VERSION, check_launch, check_versions
+from topkube.mpi_start import plan_window
 from topkube.topology import find_nodes_of_ranks, group_by_home, parse_declared_nodes
 
 
@@ -119,3 +120,25 @@ def test_different_versions_of_topkube_are_refused_and_named() -> None:
         check_versions([(0, "0.2.0"), 0, (2, "0.2.0")])
     with pytest.raises(WorldError, match=r"0\.2\.0, messages 2 \(rank 0\), 0\.2\.0, messages 3 \(rank 1\)"):
         check_versions([(0, "0.2.0, messages 2"), (0, "0.2.0, messages 3")])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "free_mib", "is_sub_world", "kib_per_rank"),
+    [
+        (2, 64, False, 1100),
+        (8, 64, False, 1100),
+        (8, 64, True, 300),
+        (8, 1000, True, 1100),
+        (8, 12, False, 300),
+        (8, 6, False, 0),
+        (64, 64, False, 320),
+        (100, 1000, False, 300),
+        (100, 30, False, 0),
+    ],
+)
+def test_a_window_fits_into_the_free_shared_memory(
+    ranks: int, free_mib: int, is_sub_world: bool, kib_per_rank: int
+) -> None:
+    planned = plan_window(ranks, free_mib << 20, is_sub_world)
+    assert planned == ranks * kib_per_rank << 10
+    assert planned <= free_mib << 20
