@@ -282,11 +282,11 @@ def test_a_launcher_without_the_mpi_of_the_plan_reports_it(tmp_path: Path) -> No
 def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
     leak = (
         "import os, signal, sys; from mpi4py import MPI\n"
-        "open('/dev/shm/' + sys.argv[1] + '-' + os.environ['TOPKUBE_ATTEMPT'], 'wb').write(b'x' * 4096)\n"
+        "open('/dev/shm/' + sys.argv[1] + '_' + os.environ['TOPKUBE_ATTEMPT'], 'wb').write(b'x' * 4096)\n"
         "if os.environ['TOPKUBE_ATTEMPT'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "print(sorted(name for name in os.listdir('/dev/shm') if name.startswith(sys.argv[1])))\n"
     )
-    name = f"topkube-test-{os.getpid()}"
+    name = f"mpich_shm_test{os.getpid()}"
     with SimulatedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", leak, name], slots=1, workers=1) as job:
         job.start()
         assert wait_for_failure(job).reason == "SIGKILL"
@@ -294,7 +294,7 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
         try:
             assert launcher.wait() == 0, job.read_all_output()
             # Another worker of this user on this machine may remove the segment first.
-            assert f"['{name}-2']" in job.workers[0].output
+            assert f"['{name}_2']" in job.workers[0].output
         finally:
             for segment in Path("/dev/shm").glob(f"{name}*"):
                 segment.unlink()

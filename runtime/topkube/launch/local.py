@@ -13,7 +13,7 @@ from pathlib import Path
 
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
-from topkube.launch.host import torch_environment
+from topkube.launch.host import shared_memory, torch_environment
 from topkube.launch.host.arguments import check_arguments
 from topkube.launch.host.environment import set_defaults
 from topkube.launch.host.processes import (
@@ -103,7 +103,8 @@ def expand_variables(word: str, environment: Mapping[str, str]) -> str:
 
 
 class LocalRun:
-    """The ranks of a job on this machine. Use it in a `with` statement: the end of the block ends every process.
+    """The ranks of a job on this machine. Use it in a `with` statement: the end of the block ends every process, and
+    removes the shared memory that killed ranks leave behind.
 
     Raises LaunchError if Linux would not start the job's command with `environment`.
     """
@@ -116,12 +117,15 @@ class LocalRun:
         self._mpiexec: subprocess.Popen[bytes] | None = None
         self._others: frozenset[int] = frozenset()
         """The children of this process that existed before the run."""
+        self._shared_before: frozenset[str] = frozenset()
+        """The segments in shared memory that existed before the run."""
         self._kill_at = float("inf")
         """The time (monotonic) at which the processes of the run are killed."""
 
     def __enter__(self) -> LocalRun:
         adopt_orphans()
         self._others = frozenset(list_descendants())
+        self._shared_before = shared_memory.list_segments()
         # As in pods: the command does not go through mpiexec and its proxies, which have limits of their own.
         write_command(self.directory, self._command, os.getcwd())
         shim = [sys.executable, "-m", "topkube.launch.rank", "--no-echo"]
@@ -142,6 +146,7 @@ class LocalRun:
         survivors = kill_descendants(self._others)
         self._process.wait()
         reap_orphans(self._others)
+        shared_memory.remove_dead_segments(self._shared_before)
         if survivors:
             print(f"topkube run: processes {survivors} could not be killed", file=sys.stderr)
 

@@ -72,11 +72,14 @@ def test_processors_are_counted_in_both_versions_of_cgroups(tmp_path: Path, monk
 
 
 def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
-    kept = write_file(tmp_path / "before", "x")
+    kept = write_file(tmp_path / "mpich_shm_before", "x")
     keep = shared_memory.list_segments(tmp_path)
-    dead, mapped, opened = (write_file(tmp_path / name, "x" * 4096) for name in ("dead", "mapped", "opened"))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to(kept)
+    dead, mapped, opened = (
+        write_file(tmp_path / f"mpich_shm_{name}_0", "x" * 4096) for name in ("dead", "mapped", "opened")
+    )
+    others = [write_file(tmp_path / name, "x") for name in ("data", "psm_1a2b3c4d", "my_mpich_shm_1_0", "torch_model")]
+    (tmp_path / "nccl-folder").mkdir()
+    (tmp_path / "nccl-link").symlink_to(kept)
     script = f"import sys; f = open({str(opened)!r}); print('ready', flush=True); sys.stdin.read()"
     with (
         mapped.open("r+b") as file,
@@ -86,10 +89,15 @@ def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         file.close()
-        assert shared_memory.remove_dead_segments(keep, tmp_path) == ["dead"]
+        assert shared_memory.remove_dead_segments(keep, tmp_path) == ["mpich_shm_dead_0"]
         assert not dead.exists()
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "folder", "link", "mapped", "opened"]
+        assert all(path.exists() for path in (kept, mapped, opened, *others))
+        assert {"nccl-folder", "nccl-link"} <= {path.name for path in tmp_path.iterdir()}
         other.communicate()
+    names = ["vader_segment.h.0.1.0", "sm_segment.h.0.1.0", "osc_sm.h.1.0", "nccl-AbC123", "torch_12_345_0"]
+    for name in names:
+        write_file(tmp_path / name, "x")
+    assert shared_memory.remove_dead_segments(keep, tmp_path) == sorted([mapped.name, opened.name, *names])
     assert shared_memory.remove_dead_segments(frozenset(), tmp_path / "none") == []
 
 

@@ -44,6 +44,22 @@ def test_arguments_that_linux_refuses_are_refused_before_the_start(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+def test_shared_memory_of_killed_ranks_is_removed(tmp_path: Path) -> None:
+    script = (
+        "import os, re, signal, numpy, topkube\n"
+        "topkube.init()\n"
+        "topkube.allreduce_(numpy.ones(9, 'f'), algorithm='dense')\n"
+        "print(*set(re.findall('/dev/shm/[^ \\\\n]+', open('/proc/self/maps').read())), flush=True)\n"
+        "topkube.barrier()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = run_job(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
+    assert ended.returncode != 0
+    segments = {word for rank in range(2) for word in (tmp_path / f"run/rank-{rank}.log").read_text().split()}
+    assert segments, "the ranks share no memory"
+    assert not [segment for segment in segments if Path(segment).exists()]
+
+
 def test_output_that_a_full_disk_refuses_is_reported(tmp_path: Path) -> None:
     """A limit on the size of files has the same effect as a full disk."""
     job = write_job(tmp_path, ["python", "-c", "print('x' * 2_999_999)"], workers=1)
