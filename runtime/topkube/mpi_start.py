@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,25 @@ def load_mpi() -> Any:
             next_step="call topkube.init() before anything else that uses MPI",
         )
     return MPI
+
+
+@contextlib.contextmanager
+def explain_mpi_errors(MPI: Any) -> Iterator[None]:
+    """Convert an error of MPI in the creation of a world to a WorldError."""
+    try:
+        yield
+    except MPI.Exception as error:
+        raise WorldError(
+            f"MPI could not create the communicators of a world: {str(error).splitlines()[0]}",
+            cause="too many worlds exist: each has about seven communicators, and MPI has room for about 2,000",
+            next_step="create a sub-world once and keep it, or close it when it is not used any more (World.close)",
+        ) from error
+
+
+def free_handles(handles: Sequence[Any]) -> None:
+    """Free communicators and windows of MPI. The ranks that share them call this together."""
+    for handle in handles:
+        handle.Free()
 
 
 def plan_window(node_ranks: int, free_bytes: int, is_sub_world: bool) -> int:

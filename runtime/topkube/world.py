@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from topkube.algorithms.cost import list_partners
 from topkube.control import Control, build_timeout
 from topkube.environment import chooses_malloc, read_process_launch
-from topkube.errors import CollectiveError, WorldError
+from topkube.errors import ArgumentError, CollectiveError, WorldError
 from topkube.heap import count_kept_bytes, keep_freed_memory
 from topkube.heartbeat import Heartbeat, open_heartbeat
 from topkube.launch_check import VERSION, check_launch, check_versions
@@ -39,7 +40,7 @@ from topkube.links import (
     open_links,
 )
 from topkube.mpi_exit import end_together, forget_exit
-from topkube.mpi_start import agree_on_window, load_mpi, share_window
+from topkube.mpi_start import agree_on_window, explain_mpi_errors, free_handles, load_mpi, share_window
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
 from topkube.settings import Settings
@@ -110,7 +111,12 @@ class World:
     links: Links | None = None
     """The messages of `cross_comm`'s ranks over TCP connections of our own; None if MPI carries them."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
-    """What `shutdown` calls before it drops the world, last entry first."""
+    """What `shutdown` and `close` call before they drop the world, last entry first."""
+    handles: list[Any] = field(default_factory=list)
+    """The communicators and windows of MPI that `shutdown` and `close` free, last entry first. Higher floors add
+    theirs."""
+    is_closed: bool = False
+    """True after `shutdown` or `close`."""
     _lost_connections: LostConnections = field(default_factory=LostConnections)
     cache: dict[str, Any] = field(default_factory=dict)
     """Objects that higher floors keep as long as the world lives: work buffers, the shared-memory object."""
@@ -140,8 +146,12 @@ class World:
         return self.crowding > 1
 
     def enter(self, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
-        """Count a wait of `series`, and store its start time."""
+        """Count a wait of `series`, and store its start time. Raises WorldError if the world is closed."""
         forget_exit()
+        if self.is_closed:
+            raise WorldError(
+                "this world was closed", next_step="create another one: topkube.init(), topkube.new_world()"
+            )
         self.counts[series] += 1
         self.entered[series] = time.monotonic()
         if self.heartbeat is not None:
@@ -260,11 +270,40 @@ class World:
         other_waits = {other: self.translate_ranks(ranks) for other, ranks in roll.group_other_waits(place).items()}
         raise build_timeout(place, own, missing, other_waits, self.deadline_seconds)
 
+    def close(self) -> None:
+        """Free the communicators and the shared memory of a sub-world. All of its ranks call this together, when no
+        rank uses it any more. Raises ArgumentError for the world of all ranks, and CollectiveTimeout if a rank does not
+        call this function."""
+        if self is _world:
+            raise ArgumentError("this is the world of all ranks", next_step="call topkube.shutdown()")
+        self.enter(WaitSeries.CALL)
+        if self.size > 1:
+            self.wait([self.calls_comm.Ibarrier()], "close()", series=WaitSeries.CALL)
+        _sub_worlds[:] = [world for world in _sub_worlds if world is not self]
+        with contextlib.ExitStack() as stack:
+            self._drop(stack)
+        self._free()
+
+    def _drop(self, stack: contextlib.ExitStack) -> None:
+        """Have `stack` call what belongs to the end of the world, also if a part of it raises an error."""
+        stack.callback(self.cache.clear)
+        for end in self.at_end:
+            stack.callback(end)
+        self.at_end.clear()
+
+    def _free(self) -> None:
+        """Free what MPI holds for the world. All of its ranks call this together."""
+        self.is_closed, self.window = True, np.zeros(0, np.uint8)  # the memory of the window disappears
+        handles, self.handles = self.handles[::-1], []
+        free_handles(handles)
+
     def translate_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers that `ranks` of this world have in the world of all ranks."""
         return tuple(self.members[rank] for rank in ranks)
 
 
+_MEETING_PAUSE_SECONDS = 1e-3
+"""The time between two checks of `shutdown` if all ranks have called it."""
 _leaving: set[int] = set()
 """The identities of the threads that must leave their waits."""
 
@@ -294,7 +333,8 @@ def init(settings: Settings | None = None) -> World:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     wait_for_all_ranks(MPI.COMM_WORLD, settings.deadline_seconds)
-    comm = MPI.COMM_WORLD.Dup()
+    with explain_mpi_errors(MPI):
+        comm = MPI.COMM_WORLD.Dup()
     library = MPI.Get_library_version().strip("\0").splitlines()[0]
     check_launch(comm.size, library, read_process_launch(), settings.expected_ranks)
     machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -323,8 +363,8 @@ def init(settings: Settings | None = None) -> World:
     )
     if not chooses_malloc():
         keep_freed_memory(count_kept_bytes(len(affinities)))
-    end_together(comm)
-    atexit.register(shutdown)
+    end_together(MPI.COMM_WORLD)
+    atexit.register(_drop_worlds)
     return _world
 
 
@@ -335,7 +375,8 @@ def create_sub_world(parent: World, ranks: Sequence[int], has_window: bool = Tru
     from mpi4py import MPI
 
     member = {rank: number for number, rank in enumerate(ranks)}
-    comm = parent.comm.Split(0 if parent.rank in member else MPI.UNDEFINED, member.get(parent.rank, 0))
+    with explain_mpi_errors(MPI):
+        comm = parent.comm.Split(0 if parent.rank in member else MPI.UNDEFINED, member.get(parent.rank, 0))
     if comm == MPI.COMM_NULL:
         return None
     homes = find_nodes_of_ranks(parent.node_ranks)
@@ -373,12 +414,25 @@ def _create_world(
     """Return the world of all ranks of `comm`; `homes` has the node of each rank. All ranks must call this function."""
     node_ranks = group_by_home(homes)
     node = find_nodes_of_ranks(node_ranks)[comm.rank]
-    node_comm = comm.Split(node, comm.rank)
-    window_bytes = agree_on_window(MPI, comm, node_comm, is_sub_world) if has_window else 0
     shards = min(map(len, node_ranks))
-    # By node: the rank of a node among the others is its number for all local ranks, in whatever order ranks come.
-    cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, node)
-    links = None
+    handles, window, links = [comm], np.zeros(0, np.uint8), None
+    try:
+        with explain_mpi_errors(MPI):
+            handles.append(node_comm := comm.Split(node, comm.rank))
+            window_bytes = agree_on_window(MPI, comm, node_comm, is_sub_world) if has_window else 0
+            # By node: the rank of a node among the others is its number for all local ranks, in whatever order ranks
+            # come.
+            cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, node)
+            if cross != MPI.COMM_NULL:
+                handles.append(cross)
+            control, agreement, calls_comm = duplicates = [comm.Dup() for _ in range(3)]
+            handles += duplicates
+            if has_window:
+                window, handle = share_window(MPI, node_comm, window_bytes)
+                handles += [handle] if handle is not None else []
+    except WorldError:
+        free_handles(handles[::-1])
+        raise
     if cross != MPI.COMM_NULL:
         equals = [ranks[node_comm.rank] for ranks in node_ranks]
         links = open_links(cross, equals, link_choice, list_partners(cross.rank, cross.size))
@@ -394,10 +448,11 @@ def _create_world(
         nodes=len(node_ranks),
         shards=shards,
         node_ranks=node_ranks,
-        control=Control(comm.Dup(), crowding),
-        agreement=comm.Dup(),
-        calls_comm=comm.Dup(),
-        window=share_window(MPI, node_comm, window_bytes)[0] if has_window else np.zeros(0, np.uint8),
+        control=Control(control, crowding),
+        agreement=agreement,
+        calls_comm=calls_comm,
+        window=window,
+        handles=handles,
         members=members,
         crowding=crowding,
         link_choice=link_choice,
@@ -410,15 +465,34 @@ def _create_world(
 
 
 def shutdown() -> None:
-    """Drop the world; the next `init` creates a new world. MPI itself ends with the process. If a script calls this
-    function, all ranks must call it."""
+    """Drop the world and all sub-worlds, and free what MPI holds for them; the next `init` creates a new world. All
+    ranks must call this function. It waits for them, and frees nothing if one does not come before the deadline, or if
+    an exception is on its way out of the script. MPI itself ends with the process."""
+    worlds = [*reversed(_sub_worlds), *([_world] if _world is not None else [])]
+    _drop_worlds()
+    if worlds and sys.exc_info()[0] is None and _meet_at_end(worlds[-1]):
+        for world in worlds:
+            world._free()
+    for world in worlds:
+        world.is_closed = True
+
+
+def _meet_at_end(world: World) -> bool:
+    """Wait for all ranks. Return True if all of them came before the deadline. A rank that fails ends this one."""
+    deadline, request = time.monotonic() + world.deadline_seconds, world.calls_comm.Ibarrier()
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_MEETING_PAUSE_SECONDS)
+    return True
+
+
+def _drop_worlds() -> None:
+    """Drop all worlds, without a word to other ranks: also at the end of the program."""
     with contextlib.ExitStack() as stack:  # calls the last entry first, and all of them also if one raises an error
         stack.callback(_forget_worlds)
         for world in [*([_world] if _world is not None else []), *reversed(_sub_worlds)]:
-            stack.callback(world.cache.clear)
-            for end in world.at_end:
-                stack.callback(end)
-            world.at_end.clear()
+            world._drop(stack)
 
 
 def _forget_worlds() -> None:

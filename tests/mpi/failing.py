@@ -204,6 +204,14 @@ def raise_error(world: World) -> None:
     world.comm.recv(source=1)
 
 
+def raise_error_and_shut_down(world: World) -> None:
+    """Rank 1 does not wait for the other ranks, although `shutdown` waits for them otherwise."""
+    try:
+        raise_error(world)
+    finally:
+        topkube.shutdown()
+
+
 def exit_with_status(world: World) -> None:
     if world.rank == 1:
         sys.exit(9)
@@ -326,6 +334,7 @@ CASES: dict[str, Callable[[World], None]] = {
     "residual-on-one-rank": use_a_residual_on_one_rank,
     "long-types-differ": gather_types_with_long_names,
     "raises": raise_error,
+    "raises-and-shuts-down": raise_error_and_shut_down,
     "raises-in-a-thread": raise_in_a_thread,
     "exits": exit_with_status,
     "exits-by-raising": raise_system_exit,

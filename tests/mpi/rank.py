@@ -42,11 +42,11 @@ def main(modules: str, results: Path, chosen: list[str]) -> None:
         for name, function in select_functions(modules, chosen):
             problem = ""
             try:
-                function(world)
+                function(worlds.current())
             except BaseException:  # pytest's own failures do not derive from Exception
                 problem = f"rank {world.rank}: {traceback.format_exc()}"
                 print(problem, file=sys.stderr, flush=True)  # others may wait for this rank until they are killed
-            problems = world.comm.gather(problem)
+            problems = worlds.current().comm.gather(problem)  # a case may have created the world again
             if world.rank == 0:
                 out.write(json.dumps({name: "\n".join(filter(None, problems))}) + "\n")
                 out.flush()

@@ -21,3 +21,12 @@ SMALL_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(3, 1), (2, 2), (1,
 @pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(SMALL_ARRAYS, SMALL_LAYOUTS))
 def test_small_arrays(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(SMALL_ARRAYS, mpi, layout, case)), problem
+
+
+LIFETIMES = "lifetimes"
+LIFETIMES_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2, 1), (1, 1)], "openmpi": [(2,)]}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(LIFETIMES, LIFETIMES_LAYOUTS))
+def test_lifetimes(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome(LIFETIMES, mpi, layout, case)), problem

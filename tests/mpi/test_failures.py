@@ -194,7 +194,12 @@ def test_a_lost_connection_is_reported_long_before_the_deadline(failing_world: F
 
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(
-    ("case", "message"), [("raises", "an error of rank 1"), ("raises-in-a-thread", "an error in a thread")]
+    ("case", "message"),
+    [
+        ("raises", "an error of rank 1"),
+        ("raises-and-shuts-down", "an error of rank 1"),
+        ("raises-in-a-thread", "an error in a thread"),
+    ],
 )
 def test_a_failing_rank_ends_all_ranks(mpi: str, case: str, message: str, tmp_path: Path) -> None:
     ended = worlds.run(mpi, 3, [FAILING, case, str(tmp_path)], {}, seconds=100)

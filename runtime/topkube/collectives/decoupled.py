@@ -296,6 +296,7 @@ def _find_communicators(world: World) -> tuple[Any, Any]:
             pairs.append(world.cross_comm.Idup())
         world.wait([request for _, request in pairs], "the communicators of gathers")
         node, *others = [comm for comm, _ in pairs]
+        world.handles += [node, *others]
         world.cache[_COMMUNICATORS] = others[0] if others else cross, node
     communicators: tuple[Any, Any] = world.cache[_COMMUNICATORS]
     return communicators

@@ -135,8 +135,9 @@ def new_world(ranks: Sequence[int]) -> World | None:
 
     All ranks call it, also those that are no members, with the same `ranks`. Pass the world to the functions here and
     to `allreduce_` as `world=`. It has communicators, shared memory and counts of its own, so that disjoint worlds work
-    at the same time; errors name ranks by their numbers in the world of all ranks. It lives as long as the process.
-    Raises ArgumentError for ranks that do not exist or occur twice.
+    at the same time; errors name ranks by their numbers in the world of all ranks. It lives until its ranks call its
+    `close()`, or until `topkube.shutdown()`. Raises ArgumentError for ranks that do not exist or occur twice, and
+    WorldError if /dev/shm or MPI has no room for another world.
     """
     parent = current()
     chosen = [operator.index(rank) for rank in ranks]

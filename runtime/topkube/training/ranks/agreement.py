@@ -27,6 +27,7 @@ class Agreement:
             comm, request = world.comm.Idup()
             self._wait(request, "the start of training")
             self._comm = comm
+            world.handles.append(comm)
 
     def sum(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return the sums of `values` in rank order, as float64: the same bits on every rank. Raises CollectiveTimeout

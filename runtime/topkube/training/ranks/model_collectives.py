@@ -28,6 +28,7 @@ class ModelCollectives:
         world.enter(WaitSeries.MODEL)
         self._comm, request = world.comm.Idup()
         world.wait([request], "the first collective of a model", series=WaitSeries.MODEL)
+        world.handles.append(self._comm)
 
     def sum(self, values: npt.NDArray[np.float64], what: str, details: str = "") -> npt.NDArray[np.float64]:
         """Return the sum over ranks of `values`, shape (n,), float64: the same bits on every rank, as MPI requires of
