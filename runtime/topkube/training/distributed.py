@@ -344,6 +344,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._late is not None:
             self._late.end()
         self._backward.end()
+        self.tuning.leave()
         self._parts.guard.remove()
         return self.inner
 

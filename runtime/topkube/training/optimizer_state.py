@@ -41,7 +41,7 @@ class OptimizerState:
         if self._node_weights is not None:
             self._node_weights.refuse_own_masters()
         backward = self._backward
-        backward.plan.tuning.is_saved = True
+        backward.plan.tuning.is_saved |= backward.plan.tuning.machines is not None  # otherwise nothing was chosen yet
         shared = self._save_exchange()
         copy, copies = self.residual_copy
         residuals: dict[str, Any] = {

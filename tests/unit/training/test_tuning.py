@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import random
+from collections.abc import Callable
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +57,9 @@ def read_prediction(tuned: Tuning) -> tuple[float, float]:
 
 
 def decide(tuned: Tuning, step: float, between: float, inside: float, spread: float = 0.0) -> bool:
-    return tuned.decide([step, -between, -inside, spread], BUCKETS)
+    """Let the ranks measure COUNTED_STEPS steps around `step`, whose interquartile range is about `spread`."""
+    steps = [step + spread / 1.349 * NormalDist().inv_cdf((i + 0.5) / COUNTED_STEPS) for i in range(COUNTED_STEPS)]
+    return tuned.decide([*steps, -between, -inside], BUCKETS)
 
 
 def test_16_bits_need_permission_and_a_slow_link(monkeypatch: Any) -> None:
@@ -72,19 +78,17 @@ def test_an_algorithm_that_is_named_and_a_single_node_measure_nothing(monkeypatc
     for name, nodes in (("hierarchical", 2), ("hitopk", 2), ("auto", 1), ("dense", 1)):
         tuned = measure_and_choose(monkeypatch, GIGABIT, name, nodes=nodes)
         assert (tuned.choice, tuned.save(), tuned.summary) == (None, None, "")
-        assert all(tuned.note_step(float(step)) is None for step in range(100))
+        assert all(tuned.note_step(float(step), (0.0, 0.0)) is None for step in range(100))
 
 
 def test_a_comparison_is_due_once_after_the_first_steps(monkeypatch: Any) -> None:
-    tuned, totals = measure_and_choose(monkeypatch, GIGABIT), {"inter": 0.0, "intra": 0.0}
-    monkeypatch.setattr(step_times.phases, "current", SimpleNamespace(total=lambda phase: totals[phase]))
+    tuned, between, inside = measure_and_choose(monkeypatch, GIGABIT), 0.0, 0.0
     numbers = []
     for step in range(SKIPPED_STEPS + COUNTED_STEPS):
         slow = step == SKIPPED_STEPS  # a late rank once: the median does not see it
-        totals["inter"] += 9.0 if slow else 0.5
-        totals["intra"] += 0.25
-        numbers.append(tuned.note_step(float(step)))
-    assert numbers == [None] * (SKIPPED_STEPS + COUNTED_STEPS - 1) + [[1.0, -0.5, -0.25, 0.0]]
+        between, inside = between + (9.0 if slow else 0.5), inside + 0.25
+        numbers.append(tuned.note_step(float(step), (between, inside)))
+    assert numbers == [None] * (SKIPPED_STEPS + COUNTED_STEPS - 1) + [[1.0] * COUNTED_STEPS + [-0.5, -0.25]]
 
 
 def test_a_right_prediction_settles_the_choice(monkeypatch: Any) -> None:
@@ -318,7 +322,7 @@ def test_a_steady_change_of_all_steps_does_not_decide_a_trial(drift: float, gain
     trial = Trial(Side(choice, build_machines()), Side(choice, build_machines()))
     for number in range(MOST_MEASUREMENTS):
         side = (trial.earlier, trial.tried)[number % 2]
-        side.measured.append(Measurement((1 + drift * number) * (1 - gain * (number % 2)), 0.1, 0.1))
+        side.measured.append(Measurement(((1 + drift * number) * (1 - gain * (number % 2)),) * COUNTED_STEPS, 0.1, 0.1))
         if number and (verdict := trial.judge()) is not None:
             break
     assert verdict == (gain > 0)
@@ -341,6 +345,80 @@ def test_a_trial_ends_after_five_measurements(monkeypatch: Any) -> None:
         assert (names, is_settled) == (["int4", DENSE, "int4", DENSE, name], True), "a gain has to exceed the noise"
 
 
+def judge_trial(draw: Callable[[int], float], gain: float) -> bool:
+    """Return what a trial decides if its steps take `draw(number)`, and with the tried choice less by `gain`."""
+    choice, numbers = Choice(find_algorithm("int4"), "fp32", 1.0, 0.0, 1.0), itertools.count()
+    trial = Trial(Side(choice, build_machines()), Side(choice, build_machines()))
+    trial.in_force, verdict = trial.earlier, None
+    while verdict is None:
+        factor = 1 - gain if trial.in_force is trial.tried else 1.0
+        steps = tuple(draw(next(numbers)) * factor for _ in range(COUNTED_STEPS))
+        trial.in_force.measured.append(Measurement(steps, 0.1, 0.1))
+        verdict = trial.judge() if trial.tried.measured else None
+        trial.change_sides()
+    return verdict
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 5, 8])
+def test_pauses_between_steps_hide_no_gain(every: int) -> None:
+    """An evaluation, an image for a logger, or a loader that delivers in bursts, every few steps. Without the pauses,
+    a step takes a quarter of the time."""
+    for pause in (0.6, 5.0):
+        draw: Callable[[int], float] = lambda number, pause=pause: 0.17 + pause * (number % every == 0)  # noqa: E731
+        gain = 0.7 if every > 2 else 0.2
+        assert judge_trial(draw, gain), pause
+        assert not judge_trial(draw, 0.0), pause
+
+
+def test_steps_of_different_lengths_decide_no_trial_by_chance() -> None:
+    lengths: dict[str, Callable[[random.Random], float]] = {
+        "two": lambda r: r.choice([1.0, 3.0]) * r.gauss(1, 0.02),
+        "four": lambda r: r.choice([1.0, 2.0, 4.0, 8.0]) * r.gauss(1, 0.02),
+        "normal": lambda r: r.gauss(1, 0.1),
+    }
+    for name, draw in lengths.items():
+        generator = random.Random(7)
+        for gain, low, high in ((0.0, 0.0, 0.06), (-0.2, 0.0, 0.02), (0.5, 0.6, 1.0)):
+            kept = sum(judge_trial(lambda _: draw(generator), gain) for _ in range(200)) / 200  # noqa: B023
+            assert low <= kept <= high, (name, gain, kept)
+
+
+def test_a_choice_with_a_period_is_measured_over_whole_periods() -> None:
+    """The exchange of every fourth step takes a second."""
+    for period, count in ((1, COUNTED_STEPS), (4, 2), (3, 3), (20, 2)):
+        times, numbers = step_times.StepTimes(), itertools.count()
+        measured, now = None, 0.0
+        while measured is None:
+            now += 1.0 + (next(numbers) % period == 0) * period
+            measured = times.note_step(now, (now, 0.0), period=period)
+        *steps, between, _ = measured
+        assert steps == pytest.approx([2.0] * count), period
+        assert between == pytest.approx(-2.0)
+
+
+def test_one_optimizer_at_a_time_measures_its_choice(monkeypatch: Any) -> None:
+    """The steps of a generator and a discriminator alternate: neither takes the other's gain for its own."""
+    first = build_compressing(monkeypatch)
+    second = build_compressing(monkeypatch)
+    second._world = first._world
+    for step in range(SKIPPED_STEPS + COUNTED_STEPS):
+        measured = first.note_step(step, (0.0, 0.0))
+        assert second.note_step(step + 0.5, (0.0, 0.0)) is None
+    assert measured is not None
+    first.settle()
+    for step in range(100, 100 + SKIPPED_STEPS + COUNTED_STEPS):
+        measured = second.note_step(step, (0.0, 0.0))
+    assert measured is not None
+
+
+def test_an_optimizer_that_makes_no_steps_keeps_no_other_from_measuring(monkeypatch: Any) -> None:
+    first = build_compressing(monkeypatch)
+    second = build_compressing(monkeypatch)
+    second._world = first._world
+    assert first.note_step(0.0, (0.0, 0.0)) is None
+    assert any(second.note_step(float(step), (0.0, 0.0)) for step in range(1, 100))
+
+
 def test_a_state_that_is_saved_in_a_trial_keeps_the_choice_in_force(monkeypatch: Any) -> None:
     tuned = build_compressing(monkeypatch)
     between, inside = read_prediction(tuned)
@@ -349,14 +427,20 @@ def test_a_state_that_is_saved_in_a_trial_keeps_the_choice_in_force(monkeypatch:
     assert tuned.measured_seconds == pytest.approx(between), "the measurement of the choice in force"
     tuned.note_saved()
     assert tuned.choice is not None
-    assert (tuned.choice.algorithm.name, tuned.is_settled, tuned.note_step(1.0)) == (DENSE, True, None)
+    assert (tuned.choice.algorithm.name, tuned.is_settled, tuned.note_step(1.0, (0.0, 0.0))) == (DENSE, True, None)
     assert "kept: a state was saved during a trial" in tuned.summary
 
 
-def test_steps_do_not_count_while_the_exchange_changes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(step_times.phases, "current", SimpleNamespace(total=lambda _: 0.0))
+def test_a_state_that_is_saved_before_the_comparison_keeps_the_choice_and_says_why(monkeypatch: Any) -> None:
+    tuned = build_compressing(monkeypatch)
+    tuned.note_saved()
+    assert tuned.is_settled
+    assert "kept: a state was saved before the steps were compared" in tuned.summary
+
+
+def test_steps_do_not_count_while_the_exchange_changes() -> None:
     times, changing = step_times.StepTimes(), 2 * SKIPPED_STEPS
-    measured = [times.note_step(float(step), step < changing) for step in range(changing + COUNTED_STEPS)]
+    measured = [times.note_step(float(step), (0.0, 0.0), step < changing) for step in range(changing + COUNTED_STEPS)]
     assert [numbers is not None for numbers in measured] == [False] * (changing + COUNTED_STEPS - 1) + [True]
 
 
@@ -449,11 +533,10 @@ def test_onebit_is_tried_although_int4_was_not_faster(monkeypatch: Any) -> None:
 
 
 def test_no_step_counts_that_sends_residuals(monkeypatch: Any) -> None:
-    monkeypatch.setattr(step_times.phases, "current", SimpleNamespace(total=lambda _: 0.0))
     tuned = try_weights(monkeypatch)
-    assert all(tuned.note_step(float(step)) is None for step in range(100))
+    assert all(tuned.note_step(float(step), (0.0, 0.0)) is None for step in range(100))
     tuned.end_residuals()
-    assert any(tuned.note_step(100.0 + step) for step in range(SKIPPED_STEPS + COUNTED_STEPS))
+    assert any(tuned.note_step(100.0 + step, (0.0, 0.0)) for step in range(SKIPPED_STEPS + COUNTED_STEPS))
 
 
 @pytest.mark.parametrize("is_saved", [False, True], ids=["resumed", "continued"])

@@ -10,6 +10,7 @@ import torch
 from topkube.collectives.device.memory import DeviceFlag
 from topkube.collectives.occupancy import find_occupancy
 from topkube.errors import TrainingError
+from topkube.telemetry import phases
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
@@ -31,6 +32,10 @@ class BucketQueue:
         self.step_trace: StepTrace | None = None
         """The recorder of a trace, None if no trace is recorded."""
         self._left_out: list[Bucket] = []
+        self.exchange_seconds = (0.0, 0.0)
+        """The seconds between nodes and inside the node of all exchanges of this optimizer that have ended."""
+        self._seconds_before: tuple[float, float] | None = None
+        """What the process had spent, for all optimizers, before the first bucket that is under way."""
 
     def hand_over_full(self) -> None:
         """Hand over the next buckets of the plan, as long as all their gradients are ready."""
@@ -62,6 +67,7 @@ class BucketQueue:
         if is_alone and not algorithms.drains(bucket):  # nothing to send: no thread is needed
             return communication_thread.make_done(run(bucket, density, is_warming_up))
         find_occupancy(self._exchange.world).begin_exchange(self._exchange.world, self)
+        self._seconds_before = self._seconds_before or read_exchange_seconds()
         # Only residuals need the factor on the loss. It may be on a device, so it is not read here.
         scale = self.loss_scale if algorithms.is_sparse(bucket) else 1.0
         mark = self._exchange.mark_caller()
@@ -82,6 +88,9 @@ class BucketQueue:
     def _wait(self, futures: Iterable[Future[bool]]) -> bool | DeviceFlag:
         finite = all([future.result() for future in futures])
         flagged = self._flush(finite)
+        if self._seconds_before is not None:
+            times = zip(self.exchange_seconds, self._seconds_before, read_exchange_seconds(), strict=True)
+            self.exchange_seconds = tuple(so_far + now - before for so_far, before, now in times)  # type: ignore[assignment]
         self._end_exchange()
         return flagged
 
@@ -127,4 +136,10 @@ class BucketQueue:
 
     def _end_exchange(self) -> None:
         """Let other calls use the world: no bucket is under way."""
+        self._seconds_before = None
         find_occupancy(self._exchange.world).end_exchange(self)
+
+
+def read_exchange_seconds() -> tuple[float, float]:
+    """Return the seconds between nodes and inside the node that this process has spent in exchanges."""
+    return phases.current.total("inter"), phases.current.total("intra")

@@ -9,7 +9,7 @@ import torch
 from topkube.algorithms import Choice
 from topkube.collectives.device.memory import DeviceFlag
 from topkube.training.exchange.autograd.backward_pass import current_pass
-from topkube.training.exchange.bucket_queue import BucketQueue
+from topkube.training.exchange.bucket_queue import BucketQueue, read_exchange_seconds
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.buckets.parameter import Parameter
@@ -151,7 +151,9 @@ class EndOfBackward:
         if is_saved:
             tuning.note_saved()
         used_residuals = self._exchange.algorithms.uses_residuals
-        measured = tuning.note_step(time.perf_counter(), self._is_changing(tuning.choice))
+        # Nodes with weights of their own exchange them in the optimizer's step.
+        exchange = read_exchange_seconds() if self._in_force.in_weights else self._queue.exchange_seconds
+        measured = tuning.note_step(time.perf_counter(), exchange, self._is_changing(tuning.choice))
         if measured is not None and tuning.decide(self._agreement.maximum(measured).tolist(), self._plan.list_sizes()):
             self._exchange.algorithms.adopt(tuning.choice)
             self._must_plan_again = True

@@ -206,7 +206,8 @@ def case_auto_compresses_with_late_updates(world: World) -> None:
                 machines = tuning.machines
                 tuning.machines = type(machines)(machines.nodes, machines.slots, 1e5, machines.memory, 1e-6)
             if (trial := tuning._trial) is not None and tuning._times._steps:
-                trial.earlier.measured = [dataclasses.replace(m, spread=0.0) for m in trial.earlier.measured]
+                measured = trial.earlier.measured
+                trial.earlier.measured = [dataclasses.replace(m, steps=(m.step,) * len(m.steps)) for m in measured]
                 factor = 0.5 if is_faster else 2.0
                 seconds = trial.earlier.step * (factor if trial.in_force is trial.tried else 1.0)
                 tuning._times._steps = [(seconds, *rest) for _, *rest in tuning._times._steps]

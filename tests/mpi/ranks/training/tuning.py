@@ -24,6 +24,7 @@ from ranks.training.scene import (
 )
 from topkube.algorithms import Stage
 from topkube.collectives.link import MeasuredMachine
+from topkube.training.exchange.bucket_queue import read_exchange_seconds
 from topkube.training.exchange.tuning import machines
 from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS
 from topkube.training.exchange.tuning.trial import MOST_MEASUREMENTS
@@ -70,9 +71,14 @@ def simulate_step_times(world: World, *seconds: float) -> Iterator[None]:
     """Let steps seem to take `seconds`, one value for each comparison. The exchanges seem long, and differ by rank."""
     steps, note_step = iter(seconds), Tuning.note_step
 
-    def note_times(self: Tuning, now: float, is_changing: bool = False) -> list[float] | None:
-        measured = note_step(self, now, is_changing)
-        return measured and [next(steps) - 0.01 * world.rank, -0.2 - world.rank, -0.01 - world.rank, 0.0]
+    def note_times(
+        self: Tuning, now: float, exchange: tuple[float, float], is_changing: bool = False
+    ) -> list[float] | None:
+        measured = note_step(self, now, exchange, is_changing)
+        if measured is None:
+            return None
+        counted = [next(steps) - 0.01 * world.rank] * (len(measured) - 2)
+        return [*counted, -0.2 - world.rank, -0.01 - world.rank]
 
     Tuning.note_step = note_times  # type: ignore[method-assign]
     try:
@@ -350,7 +356,8 @@ def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(wo
     again = build_optimizer(resumed, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
     again.load_state_dict(state)
     train(resumed, again, 4, 3 * STEPS)
-    assert again.tuning.save() == chosen
+    saved = again.tuning.save()
+    assert {**(saved or {}), "summary": ""} == {**(chosen or {}), "summary": ""}
     assert all(torch.equal(a, b) for a, b in zip(copy_weights(model), copy_weights(resumed), strict=True))
     again.unwrap()
 
@@ -436,3 +443,38 @@ def case_a_link_is_measured_once_for_all_optimizers(world: World) -> None:
         before = world.calls
         optimizer.unwrap()
     assert counts[1] == counts[0] - (3 if world.nodes > 1 else 0), counts
+
+
+def case_each_optimizer_counts_its_own_exchanges(world: World) -> None:
+    """The steps of a small and a large model alternate. The process counts the seconds of both."""
+    if world.nodes == 1:
+        return
+    models = [torch.nn.Linear(8, 4), torch.nn.Linear(1024, 512)]
+    optimizers = [build_optimizer(model, aggregation="hierarchical") for model in models]
+    before = read_exchange_seconds()
+    for step in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            width = model.weight.shape[1]
+            model(torch.ones(2, width) * step).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    counted = [optimizer._backward.queue.exchange_seconds for optimizer in optimizers]
+    for index, (now, first) in enumerate(zip(read_exchange_seconds(), before, strict=True)):
+        own = [seconds[index] for seconds in counted]
+        assert abs(sum(own) - (now - first)) < 1e-6, (own, now - first)
+    assert max(world.comm.allgather(counted[1][0])) > 0
+    for optimizer in optimizers:
+        optimizer.unwrap()
+
+
+def case_a_state_before_the_first_step_does_not_end_the_comparison(world: World) -> None:
+    """Scripts save an initial state, or copy the optimizer: a run that resumes from it measures too."""
+    if world.nodes == 1:
+        return
+    with simulate_slow_links(world, 0.4, 0.3):
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None)
+        assert optimizer.state_dict()["topkube"]["choice"] is None
+        train(model, optimizer, 0, STEPS + 1)
+        assert read_algorithm(optimizer).startswith("int"), optimizer.tuning.summary
+        optimizer.unwrap()

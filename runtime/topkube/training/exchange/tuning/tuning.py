@@ -15,6 +15,8 @@ weights of their own, one dense step sends what residuals hold. The parts of the
 again if the choice returns to an algorithm that exchanges gradients (training/optimizer_parts.py). The Tuning object
 stays the same.
 
+Several optimizers of a world compare their choices one after the other (measuring_turn.py).
+
 When a rank saves the state, the choice becomes final, so that a run that resumes from the state makes the same steps.
 
 With a schedule, a stage of `auto` or `dense` has a choice of its own. The machines are measured at the first exchange
@@ -47,6 +49,7 @@ from topkube.collectives.device.rates import DeviceRates
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.fitted_machines import WRONG, find_same, fit_machines, is_same, is_wrong
 from topkube.training.exchange.tuning.machines import agree_on_machines
+from topkube.training.exchange.tuning.measuring_turn import find_measuring_turn
 from topkube.training.exchange.tuning.step_times import Measurement, StepTimes
 from topkube.training.exchange.tuning.trial import Side, Trial
 from topkube.training.ranks.queued_agreement import QueuedAgreement
@@ -154,15 +157,20 @@ class Tuning:
     def note_saved(self) -> None:
         """Keep the choice, and choose for later stages without their first steps, because a rank has saved the state.
         All ranks call this before the same step."""
+        if self.choice is not None and not self._is_settled:
+            when = "before the steps were compared" if self._trial is None else "during a trial"
+            self._adopt(self._after_residuals or self.choice, f"kept: a state was saved {when}")
         self._must_repeat = True
         self.settle()
 
     def settle(self) -> None:
         """Keep the choice of this stage. All ranks call this before the same step."""
-        self._is_settled = True
-        if self._trial is not None and self.choice is not None:
-            self._trial = None
-            self._adopt(self._after_residuals or self.choice, "kept: a state was saved during a trial")
+        self._is_settled, self._trial = True, None
+        self.leave()
+
+    def leave(self) -> None:
+        """Let another optimizer measure its choice. All ranks call this between the same two steps."""
+        find_measuring_turn(self._world).leave(self)
 
     @property
     def is_sending_residuals(self) -> bool:
@@ -180,13 +188,18 @@ class Tuning:
         """True if the choice stays, or if there is none."""
         return self._is_settled or self.choice is None
 
-    def note_step(self, now: float, is_changing: bool = False) -> list[float] | None:
-        """Note that the exchange of a step ended at `now` (seconds). `is_changing` is True, on all ranks, if it was not
-        yet that of the choice. After the last counted step, on all ranks the same step, return what this rank measured
-        for `decide`; before that, return None."""
-        if self.is_settled or self.is_sending_residuals:
+    def note_step(self, now: float, exchange: tuple[float, float], is_changing: bool = False) -> list[float] | None:
+        """Note that the exchange of a step ended at `now` (seconds). `exchange` has the seconds of all exchanges so
+        far, between nodes and inside the node. `is_changing` is True, on all ranks, if it was not yet that of the
+        choice. After the last counted step, on all ranks the same step, return what this rank measured for `decide`;
+        before that, return None."""
+        if self.choice is None or self._is_settled or self.is_sending_residuals:
             return None
-        return self._times.note_step(now, is_changing)
+        if not find_measuring_turn(self._world).take(self):
+            self._times.restart()
+            return None
+        period = self._aggregation.period if self.choice.algorithm.in_weights else 1
+        return self._times.note_step(now, exchange, is_changing, period)
 
     def decide(self, agreed: Sequence[float], buckets: Sequence[BucketSize]) -> bool:
         """Compare the prediction with the measurement of all ranks: the largest of each number that `note_step`
@@ -394,7 +407,12 @@ class Tuning:
             after = next((a for a in self.compressed_choices if a.name == name), None)
             self._after_residuals = Choice(after, DENSE_WIRE.default, *numbers) if after is not None else None
         self.machines, self.summary = machines, state["summary"]
-        self.note_saved()
+        self._keep_restored()
+
+    def _keep_restored(self) -> None:
+        """Keep the choice of a saved state: a run that resumes makes the same steps as the run that went on."""
+        self._must_repeat = True
+        self.settle()
 
     def _keep_own_weights(self, state: Mapping[str, Any]) -> None:
         """Keep a saved algorithm with which nodes have weights of their own, although the number of nodes has changed:
@@ -403,7 +421,7 @@ class Tuning:
         if algorithm is not None and algorithm in self.compressed_choices and algorithm.in_weights:
             self.choice = Choice(algorithm, DENSE_WIRE.default, *state["seconds"])
             self.summary = f"{self._aggregation.algorithm} is {algorithm.name}, as in the state of other nodes"
-            self.note_saved()
+            self._keep_restored()
 
     def _describe_job(self) -> list[str]:
         """Return the settings on which the choices of a job depend."""
