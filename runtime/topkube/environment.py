@@ -33,7 +33,41 @@ class ProcessLaunch:
     processes: int = 0
 
 
-_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""Open MPI's own variable comes first: with Open MPI, PMI_RANK can only be inherited from another launcher, such as
+Slurm."""
+_LAUNCH_PREFIXES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "MPI_LOCAL", "MV2_COMM_WORLD_", "PALS_", "FLUX_TASK_")
+_LAUNCH_VARIABLES = frozenset(
+    {
+        "OMPI_UNIVERSE_SIZE",  # with it, mpiexec of Open MPI 4 refuses to start
+        "OMPI_FILE_LOCATION",
+        "PRTE_LAUNCHED",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_NTASKS",
+        "SLURM_NPROCS",
+        "SLURM_GTIDS",
+        "SLURM_TASK_PID",
+    }
+)
+"""With `_LAUNCH_PREFIXES`: the variables in which MPI's launchers, Slurm, PALS and Flux write the place of a process
+among those that they started, and how it reaches its launcher."""
+_NO_LAUNCH_VARIABLES = ("PMIX_MCA_", "PMIX_PREFIX")
+"""Settings of a person, although their names have one of `_LAUNCH_PREFIXES`."""
+
+
+def drop_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without the variables by which a launcher names the place of a process that it started.
+
+    A process in a Slurm allocation, or in a shell under mpiexec, has such variables. New ranks must not inherit them:
+    MPI or a library would take each of them for the same rank of another world. Variables that describe the whole
+    allocation, such as SLURM_JOB_ID, stay."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_NO_LAUNCH_VARIABLES) or not (name in _LAUNCH_VARIABLES or name.startswith(_LAUNCH_PREFIXES))
+    }
 
 
 def read_launched_rank(environment: Mapping[str, str] | None = None) -> int | None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from topkube.environment import drop_launch_variables
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.launch.host import shared_memory, torch_environment
@@ -58,13 +59,15 @@ _LOCAL_SETTINGS = (
 def build_rank_environment(
     job: TrainingJob, mpi: Mpi, run_directory: Path, inherited: Mapping[str, str], deadline_seconds: float | None = None
 ) -> dict[str, str]:
-    """Return the environment of the ranks: `inherited`, then the container's plain entries, then the job's settings.
+    """Return the environment of the ranks: `inherited` without what another launcher wrote into it, then the
+    container's plain entries, then the job's settings.
 
     Raises SettingsError if a variable has an invalid value.
     """
     fields = Settings.__dataclass_fields__
     determined = {fields[name].metadata["variable"] for name in fields if name not in _LOCAL_SETTINGS}
-    environment = {name: value for name, value in inherited.items() if name not in determined}
+    own = drop_launch_variables(inherited)
+    environment = {name: value for name, value in own.items() if name not in determined}
     environment.update(mpi.build_environment())
     set_defaults(environment, job.ranks)
     environment.update({name: value for name, value in job.plain_environment.items() if name not in determined})

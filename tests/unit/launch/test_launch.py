@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkube.environment import read_launched_rank
+from topkube.environment import drop_launch_variables, read_launched_rank
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.launch.local import build_rank_environment, expand_variables
@@ -91,6 +91,13 @@ def test_the_command_lines_and_variables_of_both_mpis() -> None:
     assert OPEN_MPI.build_environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OTHER")
     assert [read_launched_rank({name: "3"}) for name in names] == [3, 3, 3, None]
+
+
+def test_a_rank_of_open_mpi_is_not_that_of_an_outer_launcher() -> None:
+    assert read_launched_rank({"PMI_RANK": "0", "PMIX_RANK": "3", "OMPI_COMM_WORLD_RANK": "3"}) == 3
+    place = {"PMI_RANK": "0", "PMIX_NAMESPACE": "x", "OMPI_COMM_WORLD_SIZE": "1", "SLURM_PROCID": "0"}
+    kept = {"PMIX_MCA_gds": "hash", "PMIX_PREFIX": "/x", "OMPI_MCA_btl": "tcp", "SLURM_JOB_ID": "5", "PATH": "/bin"}
+    assert drop_launch_variables(place | kept) == kept
 
 
 def test_variables_are_replaced_as_kubernetes_does() -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from topkube.cli.doctor.check import Check, report_ok
-from topkube.environment import copy_environment
+from topkube.environment import copy_environment, drop_launch_variables
 from topkube.errors import TopKubeError
 from topkube.launch.mpi import mpi_library
 
@@ -46,7 +46,7 @@ def start_two_ranks(mpi: mpi_library.Mpi) -> Check:
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        env={**copy_environment(), **mpi.build_environment()},
+        env={**drop_launch_variables(copy_environment()), **mpi.build_environment()},
         start_new_session=True,
     )
     try:

@@ -16,6 +16,11 @@ _VERSION_SCRIPT = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 )
 
+_ALLOCATORS = "^slurm,pbs,tm,lsf,gridengine,cobalt,flux"
+_STARTERS = "^slurm,pbs,tm,lsf,pals,flux"
+"""What Open MPI does not use on one machine: components that read the nodes of a batch system's allocation, and
+components that start processes with its programs, such as srun."""
+
 
 @dataclass(frozen=True)
 class Mpi:
@@ -28,13 +33,22 @@ class Mpi:
     def __str__(self) -> str:
         return f"{self.implementation} {self.version}"
 
+    @property
+    def parameter_option(self) -> str:
+        """The option of Open MPI's mpiexec for a parameter of its launcher."""
+        release = self.version.split(".")[0]
+        return "--mca" if release.isdigit() and int(release) < 5 else "--prtemca"
+
     def build_command(self, ranks: int, program: list[str]) -> list[str]:
         """Return the command line that starts `ranks` copies of `program` on this machine, not bound to cores. There
-        may be more ranks than cores."""
+        may be more ranks than cores. In the allocation of a batch system such as Slurm, the ranks start on this machine
+        too, not on the nodes of the allocation, and the number of its tasks is no limit."""
         if self.implementation == "MPICH":
-            options = ["-launcher", "fork", "-localhost", "127.0.0.1", "-bind-to", "none", "-n", str(ranks)]
+            options = ["-launcher", "fork", "-rmk", "user", "-localhost", "127.0.0.1", "-bind-to", "none"]
         else:
-            options = ["--oversubscribe", "--bind-to", "none", "--host", f"localhost:{ranks}", "-n", str(ranks)]
+            options = [self.parameter_option, "ras", _ALLOCATORS, self.parameter_option, "plm", _STARTERS]
+            options += ["--oversubscribe", "--bind-to", "none", "--host", f"localhost:{ranks}"]
+        options += ["-n", str(ranks)]
         return [str(self.mpiexec), *options, *program]
 
     def build_environment(self) -> dict[str, str]:

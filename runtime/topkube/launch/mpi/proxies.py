@@ -51,9 +51,9 @@ def build_mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, p
     if mpi.implementation == "MPICH":
         options = ["-launcher", "manual", "-localhost", "127.0.0.1", "-hosts", listed, "-genvnone", "-wdir", "/"]
         return [str(mpi.mpiexec), *options, "-bind-to", "none", "-n", ranks, *program]
-    prefix, plm, no_lookup = "--prtemca", "plm_ssh", "prte_do_not_resolve"
-    if mpi.version.split(".")[0].isdigit() and int(mpi.version.split(".")[0]) < 5:
-        prefix, plm, no_lookup = "--mca", "plm_rsh", "opal_if_do_not_resolve"
+    prefix, plm, no_lookup = mpi.parameter_option, "plm_ssh", "prte_do_not_resolve"
+    if prefix == "--mca":
+        plm, no_lookup = "plm_rsh", "opal_if_do_not_resolve"
     parameters = {
         f"{plm}_agent": f"/bin/sh {agent}",
         f"{plm}_no_tree_spawn": "1",

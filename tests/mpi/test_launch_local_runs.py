@@ -1,0 +1,63 @@
+"""`topkube run` with each MPI, in the environments and situations of real machines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from pods import PYTHONS
+
+SLURM = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_JOBID": "5",
+    "SLURM_NODELIST": "n1",
+    "SLURM_TASKS_PER_NODE": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0",
+}
+"""The variables of a script that `sbatch --ntasks=1` has started."""
+PBS = {"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "1", "PBS_NODEFILE": "/no/such/file"}
+PMI = {"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "9"}
+PMIX = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x", "PMIX_SERVER_URI41": "x;tcp4://127.0.0.1:9"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_UNIVERSE_SIZE": "1"}
+
+
+def run_script(
+    directory: Path, mpi: str, script: str, *, ranks: int = 2, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `script` on `ranks` ranks under `topkube run` of an MPI, with `variables` in the environment."""
+    path = directory / "train.py"
+    path.write_text(script)
+    command = [str(PYTHONS[mpi]), "-m", "topkube.cli", "run", "--workers", str(ranks), "--no-plot"]
+    return subprocess.run(
+        [*command, "--run-directory", str(directory / "run"), str(path)],
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        env={**os.environ, **variables},
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+@pytest.mark.parametrize(
+    "variables", [PMI, PMIX, OPEN_MPI, SLURM | PMI, PBS], ids=["PMI", "PMIx", "Open MPI", "Slurm", "PBS"]
+)
+def test_ranks_do_not_take_the_place_of_the_shell_that_started_them(
+    tmp_path: Path, mpi: str, variables: dict[str, str]
+) -> None:
+    script = (
+        "from os import environ; from mpi4py.MPI import COMM_WORLD as world\n"
+        "print(world.rank, world.size, environ['RANK'], environ.get('SLURM_JOB_ID'), 'SLURM_PROCID' in environ)"
+    )
+    ended = run_script(tmp_path, mpi, script, **variables)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for rank in range(2):
+        job = variables.get("SLURM_JOB_ID")
+        assert (tmp_path / f"run/rank-{rank}.log").read_text() == f"{rank} 2 {rank} {job} False\n"
+        assert (tmp_path / f"run/rank-{rank}.json").exists()
