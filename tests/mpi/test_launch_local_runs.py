@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from local_runs import list_living_processes
 from pods import PYTHONS
 
 SLURM = {
@@ -27,9 +28,10 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_UNIV
 
 
 def run_script(
-    directory: Path, mpi: str, script: str, *, ranks: int = 2, **variables: str
+    directory: Path, mpi: str, script: str, *, ranks: int = 2, seconds: float = 200, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` on `ranks` ranks under `topkube run` of an MPI, with `variables` in the environment."""
+    """Run `script` on `ranks` ranks under `topkube run` of an MPI, with `variables` in the environment, for at most
+    `seconds`."""
     path = directory / "train.py"
     path.write_text(script)
     command = [str(PYTHONS[mpi]), "-m", "topkube.cli", "run", "--workers", str(ranks), "--no-plot"]
@@ -39,7 +41,7 @@ def run_script(
         text=True,
         cwd=directory,
         env={**os.environ, **variables},
-        timeout=200,
+        timeout=seconds,
         check=False,
     )
 
@@ -61,3 +63,17 @@ def test_ranks_do_not_take_the_place_of_the_shell_that_started_them(
         job = variables.get("SLURM_JOB_ID")
         assert (tmp_path / f"run/rank-{rank}.log").read_text() == f"{rank} 2 {rank} {job} False\n"
         assert (tmp_path / f"run/rank-{rank}.json").exists()
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_a_process_in_its_own_session_does_not_keep_a_run_alive(tmp_path: Path, mpi: str) -> None:
+    """It inherits the socket to MPI's proxy, which would wait for it."""
+    script = (
+        "import os; from mpi4py.MPI import COMM_WORLD as world\n"
+        "os.system('setsid sleep 1000 > /dev/null 2>&1 &')\n"
+        "world.Barrier(); print('the end')"
+    )
+    ended = run_script(tmp_path, mpi, script, seconds=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("the end") == 2
+    assert list_living_processes(tmp_path) == []

@@ -29,7 +29,13 @@ from topkube.launch.host.arguments import check_arguments, shorten_command
 from topkube.launch.host.environment import list_source_variables
 from topkube.launch.host.memory_kills import count_memory_kills
 from topkube.launch.host.network_devices import list_network_variables
-from topkube.launch.host.processes import find_parent, prepare_to_die_with_parent
+from topkube.launch.host.processes import (
+    adopt_orphans,
+    find_parent,
+    kill_descendants,
+    prepare_to_die_with_parent,
+    reap_orphans,
+)
 from topkube.launch.host.torch_environment import build_rank_variables, list_accelerate_variables
 from topkube.launch.output.rank_log import Echo, OutputCopier, RankLogWriter
 from topkube.launch.output.rank_report import (
@@ -55,6 +61,8 @@ _GRACE_SECONDS = 10.0
 _REST_SECONDS, _QUIET_SECONDS = 2.0, 0.2
 """The longest times that processes that a command leaves behind, such as `tee`, may take to print the rest of their
 output: in total, and between two pieces of output."""
+_KILL_SECONDS = 2.0
+"""The longest time that the kernel may take to end processes that a command leaves behind."""
 _PROGRAM_CHARACTERS = 1024
 
 
@@ -104,9 +112,10 @@ def _read_command(directory: Path) -> list[str]:
 
 
 def find_commands(pids: list[int]) -> list[int]:
-    """Return the processes among `pids` that are ranks' commands: children of a shim that are not shims themselves."""
+    """Return the processes among `pids` that are ranks' commands: children of a shim that are not shims themselves, and
+    that lead a process group in its session. Other children are orphans that the shim has adopted."""
     shims = {pid for pid in pids if _is_shim(pid)}
-    return [pid for pid in pids if pid not in shims and find_parent(pid) in shims]
+    return [pid for pid in pids if pid not in shims and find_parent(pid) in shims and _leads_group_of_parent(pid)]
 
 
 def exclude_shims(pids: list[int]) -> list[int]:
@@ -120,6 +129,13 @@ def _is_shim(pid: int) -> bool:
     try:
         return __name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:4]
     except OSError:
+        return False
+
+
+def _leads_group_of_parent(pid: int) -> bool:
+    try:
+        return os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(find_parent(pid))
+    except ProcessLookupError:
         return False
 
 
@@ -166,6 +182,8 @@ class Keeper:
     def run(self) -> int:
         """Run the command. Return its exit code, or 128 plus the number of the signal that ended it."""
         started, kills = time.time(), count_memory_kills()
+        # Every process below the command inherits the socket to MPI's proxy, which waits until all copies are closed.
+        adopt_orphans()
         log = None
         if self.directory:
             reserve_report(self.directory, self.rank)
@@ -215,6 +233,7 @@ class Keeper:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             # Processes that the command left behind, such as data loaders.
             os.killpg(child.pid, signal.SIGKILL)
+        kill_descendants(seconds=_KILL_SECONDS)  # also those in sessions of their own
         for copier in copiers:
             copier.copy_last()
         signal_number = -child.returncode if child.returncode < 0 else None
@@ -233,9 +252,12 @@ class Keeper:
                 if not key.data.copy_some():
                     selector.unregister(key.fileobj)
                 continue
-            for number in wake.recv(4096):
+            received = wake.recv(4096)
+            for number in received:
                 if number in _STOPS:
                     self._stop(child, number)
+            if signal.SIGCHLD in received and child.poll() is None:
+                reap_orphans(frozenset({child.pid}))
         now = time.monotonic()
         if now >= self._stop_at:
             self._stop_at, self._told_to_end = float("inf"), True

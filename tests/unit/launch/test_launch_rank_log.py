@@ -81,6 +81,29 @@ def test_a_rank_ends_although_a_process_that_it_left_behind_prints_for_ever(tmp_
         os.killpg(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
+def test_a_process_in_its_own_session_ends_with_its_rank(tmp_path: Path) -> None:
+    """It has MPI's sockets, so MPI would wait for it."""
+    pid = tmp_path / "pid"
+    script = f"setsid sh -c 'echo $$ > {pid}; exec sleep 1000' & while [ ! -s {pid} ]; do sleep 0.01; done; exit 3"
+    code, _, report = run_rank(tmp_path, "sh", "-c", script)
+    assert (code, report.exit_code, report.told_to_end) == (3, 3, False)
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+def test_processes_that_end_before_their_rank_leave_no_zombies(tmp_path: Path) -> None:
+    """The shim adopts them when their parents end."""
+    script = (
+        "import os, time\n"
+        "keeper = os.getppid()\n"
+        "if (pid := os.fork()) == 0: os.fork() or time.sleep(0.1); os._exit(0)\n"
+        "os.waitpid(pid, 0); end = time.monotonic() + 100\n"
+        "while len(open(f'/proc/{keeper}/task/{keeper}/children').read().split()) > 1:\n"
+        "    assert time.monotonic() < end; time.sleep(0.01)\n"
+    )
+    code, output, _ = run_rank(tmp_path, sys.executable, "-c", script)
+    assert (code, output) == (0, b"")
+
+
 def test_a_full_disk_loses_output_with_its_size_and_ends_nothing(tmp_path: Path) -> None:
     code, log, report = run_rank(tmp_path, sys.executable, "-c", "print('x' * 2_999_999)", most_bytes=1_000_000)
     assert code == 0
