@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from local_runs import list_living_processes
-from pods import PYTHONS
+from pods import PYTHONS, wait_until
 
 SLURM = {
     "SLURM_JOB_ID": "5",
@@ -27,16 +27,21 @@ PMIX = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x", "PMIX_SERVER_URI41": "x;tcp4://
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_UNIVERSE_SIZE": "1"}
 
 
+def build_command(directory: Path, mpi: str, script: str, ranks: int = 2) -> list[str]:
+    """Write `script`. Return the command of `topkube run` for it, with the run directory inside `directory`."""
+    path = directory / "train.py"
+    path.write_text(script)
+    command = [str(PYTHONS[mpi]), "-m", "topkube.cli", "run", "--workers", str(ranks), "--no-plot"]
+    return [*command, "--run-directory", str(directory / "run"), str(path)]
+
+
 def run_script(
     directory: Path, mpi: str, script: str, *, ranks: int = 2, seconds: float = 200, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `script` on `ranks` ranks under `topkube run` of an MPI, with `variables` in the environment, for at most
     `seconds`."""
-    path = directory / "train.py"
-    path.write_text(script)
-    command = [str(PYTHONS[mpi]), "-m", "topkube.cli", "run", "--workers", str(ranks), "--no-plot"]
     return subprocess.run(
-        [*command, "--run-directory", str(directory / "run"), str(path)],
+        build_command(directory, mpi, script, ranks),
         capture_output=True,
         text=True,
         cwd=directory,
@@ -77,3 +82,22 @@ def test_a_process_in_its_own_session_does_not_keep_a_run_alive(tmp_path: Path, 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("the end") == 2
     assert list_living_processes(tmp_path) == []
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_ranks_that_handle_signals_end_after_topkube_run_was_killed(tmp_path: Path, mpi: str) -> None:
+    script = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+        "print('up', flush=True)\n"
+        "while True: time.sleep(1)"
+    )
+
+    def read_logs() -> list[str]:
+        return [path.read_text() for path in (tmp_path / "run").glob("rank-*.log")]
+
+    with subprocess.Popen(build_command(tmp_path, mpi, script), cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
+        wait_until(lambda: read_logs() == ["up\n"] * 2)
+        running.kill()
+    wait_until(lambda: list_living_processes(tmp_path) == [], 60)
+    assert read_logs() == ["up\nasked\n"] * 2, "the ranks were asked once, and had time to save"

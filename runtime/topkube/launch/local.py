@@ -130,7 +130,7 @@ class LocalRun:
         self._others = frozenset(list_descendants())
         self._shared_before = shared_memory.list_segments()
         # As in pods: the command does not go through mpiexec and its proxies, which have limits of their own.
-        write_command(self.directory, self._command, os.getcwd())
+        write_command(self.directory, self._command, os.getcwd(), guardian=os.getpid())
         shim = [sys.executable, "-m", "topkube.launch.rank", "--no-echo"]
         command = self.mpi.build_command(self.job.ranks, shim)
         with (self.directory / MPIEXEC_LOG).open("wb") as log:

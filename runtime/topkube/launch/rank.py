@@ -9,6 +9,7 @@ module imports little, because it is started once per rank.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -21,7 +22,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from topkube.environment import copy_environment, read_launched_rank
 from topkube.errors import LaunchError, SettingsError
@@ -30,6 +31,7 @@ from topkube.launch.host.environment import list_source_variables
 from topkube.launch.host.memory_kills import count_memory_kills
 from topkube.launch.host.network_devices import list_network_variables
 from topkube.launch.host.processes import (
+    ProcessIdentity,
     adopt_orphans,
     find_parent,
     kill_descendants,
@@ -51,13 +53,16 @@ from topkube.roll_call import RollCall
 from topkube.settings import Settings
 
 COMMAND_FILE = "command.json"
-"""The file in the run's directory with the command of the ranks and its working directory."""
+"""The file in the run's directory with the command of the ranks, its working directory, and the process that ends the
+ranks after their grace period."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OWN_END_SECONDS = 0.5
 """The longest time that a command may take to end by itself after its front is gone. A rank that called MPI_Abort ends
 by itself."""
 _GRACE_SECONDS = 10.0
-"""Time between SIGTERM and SIGKILL to a command whose front is gone."""
+"""Time between SIGTERM and SIGKILL to a command whose front, or whose `topkube run`, is gone."""
+_CHECK_SECONDS = 1.0
+"""Time between two checks that `topkube run` is alive."""
 _REST_SECONDS, _QUIET_SECONDS = 2.0, 0.2
 """The longest times that processes that a command leaves behind, such as `tee`, may take to print the rest of their
 output: in total, and between two pieces of output."""
@@ -73,10 +78,11 @@ def main(arguments: list[str]) -> NoReturn:
     if arguments[:1] == ["--no-echo"]:
         echo, arguments = False, arguments[1:]
     command = arguments[1:] if arguments[:1] == ["--"] else arguments
+    guardian = None
     try:
         settings = Settings.from_environment()
         if not command and settings.run_path is not None:
-            command = _read_command(settings.run_path)
+            command, guardian = _read_command(settings.run_path)
     except (SettingsError, OSError, ValueError, KeyError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
@@ -95,20 +101,24 @@ def main(arguments: list[str]) -> NoReturn:
         variables |= list_accelerate_variables(copy_environment())
     variables |= list_network_variables(variables, copy_environment())
     variables |= list_source_variables(settings, copy_environment())
-    code = Keeper(command, rank, settings.run_path, echo, front, variables).run()
+    code = Keeper(command, rank, settings.run_path, echo, front, variables, guardian).run()
     os._exit(code)
 
 
-def write_command(directory: Path, command: list[str], working_directory: str) -> None:
-    """Write the command for shims that mpiexec starts without a command."""
-    text = json.dumps({"command": command, "directory": working_directory})
-    (directory / COMMAND_FILE).write_text(text, encoding="utf-8")
+def write_command(directory: Path, command: list[str], working_directory: str, guardian: int | None = None) -> None:
+    """Write the command for shims that mpiexec starts without a command. `guardian` is a process of this machine that
+    kills ranks after their grace period. If it is gone, the shims do that."""
+    text: dict[str, Any] = {"command": command, "directory": working_directory}
+    if guardian is not None:
+        text["guardian"] = dataclasses.astuple(ProcessIdentity.find(guardian))
+    (directory / COMMAND_FILE).write_text(json.dumps(text), encoding="utf-8")
 
 
-def _read_command(directory: Path) -> list[str]:
+def _read_command(directory: Path) -> tuple[list[str], ProcessIdentity | None]:
     stored = json.loads((directory / COMMAND_FILE).read_text(encoding="utf-8"))
     os.chdir(stored["directory"])
-    return [str(word) for word in stored["command"]]
+    guardian = stored.get("guardian")
+    return [str(word) for word in stored["command"]], ProcessIdentity(*guardian) if guardian else None
 
 
 def find_commands(pids: list[int]) -> list[int]:
@@ -171,12 +181,15 @@ class Keeper:
         echo: bool,
         front: int,
         variables: Mapping[str, str] = MappingProxyType({}),
+        guardian: ProcessIdentity | None = None,
     ) -> None:
         self.command, self.rank, self.directory, self.front = command, rank, directory, front
         self.variables = variables
         self.echo = echo or directory is None
+        self._guardian = guardian
+        self._check_at = float("inf") if guardian is None else time.monotonic() + _CHECK_SECONDS
         self._stop_at = self._kill_at = float("inf")
-        self._told_to_end = False
+        self._told_to_end = self._is_alone = False
         self._front_ended: float | None = None
 
     def run(self) -> int:
@@ -246,19 +259,23 @@ class Keeper:
     ) -> None:
         """Wait for output, a signal or the next deadline, and handle it."""
         now = time.monotonic()
-        deadline = min(self._stop_at, self._kill_at)
+        deadline = min(self._stop_at, self._kill_at, self._check_at)
         for key, _ in selector.select(max(0.0, deadline - now) if deadline < float("inf") else None):
             if key.fileobj is not wake:
                 if not key.data.copy_some():
                     selector.unregister(key.fileobj)
                 continue
             received = wake.recv(4096)
-            for number in received:
-                if number in _STOPS:
-                    self._stop(child, number)
+            stops = [number for number in received if number in _STOPS]
+            if stops:
+                self._check_guardian(child)
+            for number in stops:
+                self._stop(child, number)
             if signal.SIGCHLD in received and child.poll() is None:
                 reap_orphans(frozenset({child.pid}))
         now = time.monotonic()
+        if now >= self._check_at:
+            self._check_guardian(child)
         if now >= self._stop_at:
             self._stop_at, self._told_to_end = float("inf"), True
             self._kill_at = now + _GRACE_SECONDS
@@ -267,7 +284,24 @@ class Keeper:
             self._kill_at = float("inf")
             child.kill()
 
+    def _check_guardian(self, child: subprocess.Popen[bytes]) -> None:
+        """If `topkube run` was killed, ask the command to end, unless that was done, and kill it after the grace
+        period: no other process does that."""
+        if self._guardian is None or self._is_alone:
+            return
+        now = time.monotonic()
+        self._check_at = now + _CHECK_SECONDS
+        if self._guardian.is_alive():
+            return
+        self._check_at, self._is_alone = float("inf"), True
+        self._kill_at = min(self._kill_at, now + _GRACE_SECONDS)
+        if not self._told_to_end:
+            self._told_to_end = True
+            child.send_signal(signal.SIGTERM)
+
     def _stop(self, child: subprocess.Popen[bytes], number: int) -> None:
+        if self._is_alone:
+            return  # mpiexec passes on its own end, and a command may take a second signal as a wish to end at once
         if os.getppid() != self.front:
             # MPI has ended this rank. If the command asked for that (MPI_Abort), it ends now with its own exit code.
             self._front_ended = self._front_ended or time.time()

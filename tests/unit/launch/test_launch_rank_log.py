@@ -18,6 +18,7 @@ import pytest
 from topkube.launch.output import rank_log
 from topkube.launch.output.rank_log import Echo, RankLogWriter
 from topkube.launch.output.rank_report import RankReport, find_report_path, reserve_report
+from topkube.launch.rank import write_command
 
 SHIM = [sys.executable, "-m", "topkube.launch.rank", "--no-echo", "--"]
 PATIENT = (
@@ -102,6 +103,24 @@ def test_processes_that_end_before_their_rank_leave_no_zombies(tmp_path: Path) -
     )
     code, output, _ = run_rank(tmp_path, sys.executable, "-c", script)
     assert (code, output) == (0, b"")
+
+
+def test_a_rank_that_handles_signals_is_killed_after_the_grace_period_if_its_run_was_killed(tmp_path: Path) -> None:
+    """`topkube run` kills ranks after their grace period. If it was killed itself, the shim does that."""
+    script = "import signal, time; signal.signal(15, lambda *_: print('asked')); print('up')\nwhile True: time.sleep(1)"
+    with subprocess.Popen(["sleep", "1000"]) as run:
+        write_command(tmp_path, [sys.executable, "-u", "-c", script], str(tmp_path), run.pid)
+        shim = "from topkube.launch import rank; rank._GRACE_SECONDS = 0.5; rank.main(['--no-echo'])"
+        environment = {**os.environ, "TOPKUBE_RUN_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}
+        with subprocess.Popen([sys.executable, "-c", shim], env=environment) as front:
+            log, end = tmp_path / "rank-0.log", time.monotonic() + 100
+            while not (log.exists() and log.read_text()):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            run.kill()
+            assert front.wait(100) == 137
+    assert log.read_text() == "up\nasked\n"
+    assert RankReport.read(tmp_path / "rank-0.json").told_to_end
 
 
 def test_a_full_disk_loses_output_with_its_size_and_ends_nothing(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -63,9 +64,36 @@ def list_children(parent: int) -> list[int]:
 def find_parent(pid: int) -> int:
     """Return the parent's process id; 0 if there is no process `pid`."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(_read_stat(pid)[1])
     except OSError:
         return 0
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process, by its id and the time of its start (clock ticks since the boot). Another process may get the same id
+    later, but not with the same time."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def find(cls, pid: int) -> ProcessIdentity:
+        """Return the identity of a living process. Raises OSError if there is none."""
+        return cls(pid, int(_read_stat(pid)[19]))
+
+    def is_alive(self) -> bool:
+        """Return True if the process runs."""
+        try:
+            fields = _read_stat(self.pid)
+        except OSError:
+            return False
+        return fields[0] not in ("Z", "X") and int(fields[19]) == self.started
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name, which may hold anything: the state, the parent, …"""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def signal_all(pids: list[int], number: signal.Signals) -> None:
