@@ -28,6 +28,7 @@ from topkube.launch.members import Members
 from topkube.launch.mpi import mpi_library
 from topkube.launch.mpi.mpiexec import Mpiexec
 from topkube.launch.output.pod_output import OutputHandler, PodOutput
+from topkube.launch.rank import build_shim_command
 from topkube.launch.steps import combine_caches
 from topkube.launch.termination_message import build_ending_before_start, build_ending_by_error, write_ending
 from topkube.launch.verdict import (
@@ -231,7 +232,7 @@ class JobLauncher:
         """Start mpiexec, and send each worker the parameters of its proxy."""
         members, slots = [self.members.by_index[index] for index in self._choose_rank_order()], self.plan.slots
         hosts = [member.hello.ip for member in members]
-        shim = [members[0].hello.python, "-m", "topkube.launch.rank", "--no-echo"]
+        shim = build_shim_command(members[0].hello.python)
         self._mpiexec = Mpiexec(self._mpi, hosts, slots, shim, directory, self._say)
         self._say(f"all workers have joined: starting {len(members) * slots} ranks with {self._mpi}")
         environment = {

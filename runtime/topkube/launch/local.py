@@ -27,7 +27,7 @@ from topkube.launch.host.processes import (
 )
 from topkube.launch.mpi.mpi_library import Mpi
 from topkube.launch.output.rank_report import RankReport, diagnose_report, read_reports, select_first_failure
-from topkube.launch.rank import write_command
+from topkube.launch.rank import build_shim_command, write_command
 from topkube.launch.run_directory import MPIEXEC_LOG
 from topkube.settings import Settings
 
@@ -131,7 +131,7 @@ class LocalRun:
         self._shared_before = shared_memory.list_segments()
         # As in pods: the command does not go through mpiexec and its proxies, which have limits of their own.
         write_command(self.directory, self._command, os.getcwd(), guardian=os.getpid())
-        shim = [sys.executable, "-m", "topkube.launch.rank", "--no-echo"]
+        shim = build_shim_command(sys.executable)
         command = self.mpi.build_command(self.job.ranks, shim)
         with (self.directory / MPIEXEC_LOG).open("wb") as log:
             self._mpiexec = subprocess.Popen(

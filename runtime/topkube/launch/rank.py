@@ -105,6 +105,12 @@ def main(arguments: list[str]) -> NoReturn:
     os._exit(code)
 
 
+def build_shim_command(python: str) -> list[str]:
+    """Return the command of shims for the command that `write_command` has written. `python` does not import modules of
+    the working directory: it may be the user's, or a folder in which anybody can write, such as /tmp."""
+    return [python, "-P", "-m", __name__, "--no-echo"]
+
+
 def write_command(directory: Path, command: list[str], working_directory: str, guardian: int | None = None) -> None:
     """Write the command for shims that mpiexec starts without a command. `guardian` is a process of this machine that
     kills ranks after their grace period. If it is gone, the shims do that."""

@@ -248,3 +248,25 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert plain.stderr.startswith("error: ")
     assert "Traceback" not in plain.stderr
     assert "Traceback" in debug.stderr
+
+
+def test_modules_of_the_working_directory_are_not_imported_by_topkube(tmp_path: Path) -> None:
+    """Anybody may be able to write there, as in /tmp. The script sees the same sys.path as with `python script.py`."""
+    for name in ("selectors", "signal", "json", "mpi4py", "topkube"):
+        (tmp_path / f"{name}.py").write_text("import sys; sys.exit(f'imported by {sys.orig_argv}')")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "train.py").write_text("import sys; print(sys.path)")
+    plain = subprocess.run([sys.executable, "own/train.py"], capture_output=True, text=True, cwd=tmp_path, check=True)
+    command = [sys.executable, "-P", "-m", "topkube.cli", "run", "--run-directory", "run", "own/train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert read_output(tmp_path / "run") == plain.stdout
+
+
+def test_a_module_of_the_working_directory_can_be_run(tmp_path: Path) -> None:
+    (tmp_path / "own_module.py").write_text("import sys; print(sys.path[0])")
+    command = [sys.executable, "-P", "-m", "topkube.cli", "run", "--run-directory", "run", "-m", "own_module"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert read_output(tmp_path / "run") == f"{tmp_path}\n"

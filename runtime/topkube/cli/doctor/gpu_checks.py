@@ -24,7 +24,7 @@ def check_gpus() -> Iterator[Check]:
     if shutil.which("nvidia-smi") is None and not any(path.exists() for path in _DRIVER_FILES):
         yield report_ok("cuda", "no NVIDIA driver here; training runs on the processor")
         return
-    command = [sys.executable, "-m", "topkube.cli.doctor.gpu_probe"]
+    command = [sys.executable, "-P", "-m", "topkube.cli.doctor.gpu_probe"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -39,7 +39,7 @@ def check_mpi() -> Iterator[Check]:
 
 def start_two_ranks(mpi: mpi_library.Mpi) -> Check:
     """Start two ranks that add 1 + 1, and report whether they formed one world."""
-    command = mpi.build_command(2, [sys.executable, "-c", _HELLO])
+    command = mpi.build_command(2, [sys.executable, "-P", "-c", _HELLO])
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -89,7 +89,7 @@ def check_torch() -> Iterator[Check]:
             build_install_command("train"),
         )
         return
-    command = [sys.executable, "-c", "import torch"]
+    command = [sys.executable, "-P", "-c", "import torch"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False)
     except subprocess.TimeoutExpired:

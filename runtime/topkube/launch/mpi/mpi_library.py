@@ -120,7 +120,7 @@ def read_library(python: str = sys.executable) -> str:
 
     Raises LaunchError if it loads none.
     """
-    answer = subprocess.run([python, "-c", _VERSION_SCRIPT], capture_output=True, text=True, check=False)
+    answer = subprocess.run([python, "-P", "-c", _VERSION_SCRIPT], capture_output=True, text=True, check=False)
     text = answer.stdout.replace("\0", "").strip()
     if answer.returncode or not text:
         reason = next(iter(reversed(answer.stderr.strip().splitlines())), "it gave no reason")
