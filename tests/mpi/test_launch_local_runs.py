@@ -10,6 +10,9 @@ import pytest
 from local_runs import list_living_processes
 from pods import PYTHONS, wait_until
 
+from topkube.launch.host.processes import list_descendants
+from topkube.launch.mpi.mpiexec import find_listening_addresses
+
 SLURM = {
     "SLURM_JOB_ID": "5",
     "SLURM_JOBID": "5",
@@ -101,3 +104,37 @@ def test_ranks_that_handle_signals_end_after_topkube_run_was_killed(tmp_path: Pa
         running.kill()
     wait_until(lambda: list_living_processes(tmp_path) == [], 60)
     assert read_logs() == ["up\nasked\n"] * 2, "the ranks were asked once, and had time to save"
+
+
+@pytest.mark.parametrize("preloaded", ["", "libm.so.6"])
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_mpiexec_listens_on_loopback_and_the_script_does_not_notice(tmp_path: Path, mpi: str, preloaded: str) -> None:
+    """The ports of mpiexec have no authentication. A script may listen where it wants."""
+    script = (
+        "import os, socket, time; from mpi4py.MPI import COMM_WORLD as world\n"
+        "listener = socket.create_server(('', 0))\n"
+        "print(world.size, repr(os.environ.get('LD_PRELOAD', '')), listener.getsockname()[0], flush=True)\n"
+        "while not os.path.exists('go'): time.sleep(0.02)"
+    )
+    environment = {**os.environ, **({"LD_PRELOAD": preloaded} if preloaded else {})}
+    with subprocess.Popen(
+        build_command(tmp_path, mpi, script), cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL
+    ) as running:
+        logs = [tmp_path / f"run/rank-{rank}.log" for rank in range(2)]
+        try:
+            wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+            pids = [pid for pid in list_descendants(running.pid) if b"train.py" not in read_command_line(pid)]
+            addresses = find_listening_addresses(pids)
+        finally:
+            (tmp_path / "go").touch()
+        assert addresses, "mpiexec waits for its proxies and ranks"
+        assert all(address.startswith(("127.0.0.1:", "[::1]:")) for address in addresses), addresses
+    assert running.returncode == 0
+    assert [log.read_text() for log in logs] == [f"2 {preloaded!r} 0.0.0.0\n"] * 2
+
+
+def read_command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

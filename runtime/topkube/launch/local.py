@@ -17,6 +17,7 @@ from topkube.job import TrainingJob
 from topkube.launch.host import shared_memory, torch_environment
 from topkube.launch.host.arguments import check_arguments
 from topkube.launch.host.environment import set_defaults
+from topkube.launch.host.loopback import add_loopback_library
 from topkube.launch.host.processes import (
     adopt_orphans,
     kill_descendants,
@@ -133,13 +134,15 @@ class LocalRun:
         write_command(self.directory, self._command, os.getcwd(), guardian=os.getpid())
         shim = build_shim_command(sys.executable)
         command = self.mpi.build_command(self.job.ranks, shim)
+        environment = dict(self._environment)
+        add_loopback_library(environment)  # all ranks are on this machine
         with (self.directory / MPIEXEC_LOG).open("wb") as log:
             self._mpiexec = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env=environment,
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends the ranks in order
                 preexec_fn=prepare_to_die_with_parent(signal.SIGTERM),
             )

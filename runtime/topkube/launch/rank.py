@@ -28,6 +28,7 @@ from topkube.environment import copy_environment, read_launched_rank
 from topkube.errors import LaunchError, SettingsError
 from topkube.launch.host.arguments import check_arguments, shorten_command
 from topkube.launch.host.environment import list_source_variables
+from topkube.launch.host.loopback import remove_loopback_library
 from topkube.launch.host.memory_kills import count_memory_kills
 from topkube.launch.host.network_devices import list_network_variables
 from topkube.launch.host.processes import (
@@ -216,6 +217,8 @@ class Keeper:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         selector.register(wake, selectors.EVENT_READ)
 
+        environment = {**copy_environment(), **self.variables}
+        remove_loopback_library(environment)
         try:
             # A pipe, not the log file: a command that opens /dev/stdout would truncate the file.
             child = subprocess.Popen(
@@ -225,7 +228,7 @@ class Keeper:
                 close_fds=False,  # MPI reaches its launcher through an inherited socket
                 process_group=0,
                 preexec_fn=prepare_to_die_with_parent(signal.SIGKILL),
-                env={**copy_environment(), **self.variables},
+                env=environment,
             )
         except OSError as error:
             text = _explain_start_failure(self.command, error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import ipaddress
 import os
 import signal
@@ -16,6 +15,7 @@ from topkube.environment import copy_environment
 from topkube.errors import LaunchError
 from topkube.launch.connection.messages import ProxyParameters
 from topkube.launch.host.arguments import check_arguments
+from topkube.launch.host.loopback import add_loopback_library
 from topkube.launch.host.processes import list_descendants, prepare_to_die_with_parent, signal_all
 from topkube.launch.mpi.mpi_library import Mpi
 from topkube.launch.mpi.proxies import (
@@ -135,9 +135,7 @@ class Mpiexec:
         environment = {name: value for name, value in copy_environment().items() if name in _INHERITED}
         environment.update(self._mpi.build_environment())
         environment.update({"HOME": str(self._directory), "TMPDIR": str(self._directory)})
-        library = find_loopback_library()
-        if library is not None:
-            environment["LD_PRELOAD"] = str(library)
+        add_loopback_library(environment)
         return environment
 
     def find_exposed_ports(self) -> list[str]:
@@ -167,15 +165,6 @@ class Mpiexec:
             cause="the MPI in the launcher's image is broken, or its version is not supported",
             next_step="run `topkube doctor` in the image",
         )
-
-
-def find_loopback_library() -> Path | None:
-    """Return the library that binds mpiexec to loopback; None if this installation was built without it."""
-    kernels = importlib.util.find_spec("topkube._kernels")
-    if kernels is None or kernels.origin is None:
-        return None
-    library = Path(kernels.origin).parent / "_loopback.so"
-    return library if library.exists() else None
 
 
 def find_listening_addresses(pids: list[int]) -> list[str]:
