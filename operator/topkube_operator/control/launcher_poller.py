@@ -62,8 +62,24 @@ class _Target:
     """The time (monotonic) of the next poll."""
     domains: str = ""
     """The zone, rack or block of each worker, for the launcher; empty if it is not known or not wanted."""
+    has_warned: bool = False
     misses: int = 0
     busy: bool = False
+
+    def set_domains(self, key: Key, domains: str) -> None:
+        """Take the domains of the workers of the job `key`. If they are too long to be sent, log that once."""
+        is_too_long = len(domains) > contract.LONGEST_DOMAINS
+        self.domains = "" if is_too_long else domains
+        if is_too_long and not self.has_warned:
+            self.has_warned = True
+            _log.warning(
+                "%s/%s: spec.topology has no effect: the domains of its workers take %d characters, and a header has at"
+                " most %d. Likely cause: thousands of workers, whose neighbours are in other domains. Next: choose a"
+                " label with fewer domains",
+                *key,
+                len(domains),
+                contract.LONGEST_DOMAINS,
+            )
 
 
 class LauncherPoller:
@@ -85,7 +101,7 @@ class LauncherPoller:
                         target = self._targets.get(launcher.uid)
                         if target is None:
                             target = self._targets[launcher.uid] = _Target(_build_tls_context(self._policy.seed, uid))
-                        target.domains = domains
+                        target.set_domains(key, domains)
                         if not target.busy and time.monotonic() >= target.next_poll_at:
                             target.busy = True
                             task = asyncio.create_task(self._poll_launcher(session, key, uid, launcher, target))
@@ -213,7 +229,7 @@ def _build_answer_error(what: str) -> LaunchError:
 def find_domains(job_pods: Iterable[Pod], launcher: Pod, key: str, read_label: Callable[[str, str], str]) -> str:
     """Return the domains of all workers of a launcher for `contract.DOMAINS_HEADER`: equal numbers for nodes with the
     same value of the label `key`. `job_pods`: the pods of the launcher's job. `read_label` returns a label of a node.
-    The text is empty until each worker has a node."""
+    The text is empty until each worker has a node. It may be too long to be sent."""
     nodes: dict[int, tuple[int, str]] = {}  # by worker: the newest attempt of its pods, and the node of that pod
     for pod in job_pods:
         if pod.role == names.WORKER and 0 <= pod.index < launcher.workers and not pod.has_ended:
@@ -223,8 +239,7 @@ def find_domains(job_pods: Iterable[Pod], launcher: Pod, key: str, read_label: C
     if len(values) != launcher.workers or None in values:
         return ""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
-    text = ",".join(str(numbers[value]) for value in values)
-    return text if len(text) <= contract.LONGEST_DOMAINS else ""
+    return contract.encode_domains(numbers[value] for value in values)
 
 
 def _find_running_launcher(job_pods: Iterable[Pod], attempt: object) -> Pod | None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
@@ -32,7 +34,8 @@ JOIN_PATH = "/v1/join"
 STATUS_PATH = "/v1/status"
 """GET with `Authorization: Bearer OPERATOR_TOKEN` returns a LauncherStatus."""
 DOMAINS_HEADER = "X-Topkube-Domains"
-"""Header of the same request: the zone, rack or block of each worker, as numbers by index such as 0,1,0,1."""
+"""Header of the same request: the zone, rack or block of each worker, as numbers by index such as 0,1,0,1. If that is
+too long, a number may stand for several workers with consecutive indexes: 0*64,1*64 (`encode_domains`)."""
 LONGEST_DOMAINS = 8000
 """The most characters of this header. HTTP servers accept a little more."""
 
@@ -253,12 +256,29 @@ class LaunchPlan(Message):
         return json.dumps({**data, "made": [worker.attempt for worker in self.workers]}, separators=(",", ":"))
 
 
+def encode_domains(domains: Iterable[int]) -> str:
+    """Return the text of DOMAINS_HEADER for the domains of all workers, by index. The text may be longer than
+    LONGEST_DOMAINS, and then cannot be sent."""
+    numbers = list(domains)
+    text = ",".join(map(str, numbers))
+    if len(text) <= LONGEST_DOMAINS:
+        return text  # which launchers of earlier releases read too
+    runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
+    return ",".join(f"{number}*{length}" if length > 1 else str(number) for number, length in runs)
+
+
 def parse_domains(text: str, workers: int) -> tuple[int, ...] | None:
     """Return the domains of DOMAINS_HEADER; None if the text does not hold a number for each of `workers`."""
-    parts = text.split(",") if len(text) <= LONGEST_DOMAINS else []
-    if len(parts) != workers or not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
+    if len(text) > LONGEST_DOMAINS:
         return None
-    return tuple(map(int, parts))
+    domains: list[int] = []
+    for part in text.split(","):
+        run = re.fullmatch(r"([0-9]{1,5})(?:\*([0-9]{1,5}))?", part)
+        length = int(run[2] or 1) if run else 0
+        if run is None or not 0 < length <= workers - len(domains):
+            return None
+        domains += [int(run[1])] * length
+    return tuple(domains) if len(domains) == workers else None
 
 
 class WorkerPlan(Message):

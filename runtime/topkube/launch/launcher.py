@@ -226,7 +226,11 @@ class JobLauncher:
             self.plan = self.plan.reorder(domains)
             self._say(f"ranks are ordered by the workers' {len(set(domains))} domains")
         elif self.plan.domains_seconds:
-            self._say("the operator has not sent the workers' domains in time: ranks are in the order of the workers")
+            self._say(
+                "the operator has not sent the workers' domains in time: ranks are in the order of the workers. Likely"
+                " cause: the operator does not reach this pod, or the domains are too long for a header. Next: read the"
+                " operator's log"
+            )
 
     async def _start_ranks(self, directory: Path) -> None:
         """Start mpiexec, and send each worker the parameters of its proxy."""

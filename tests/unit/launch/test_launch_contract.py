@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from topkube.errors import LaunchError
 from topkube.job import FirstFailure
 from topkube.launch.contract import (
+    LONGEST_DOMAINS,
     TERMINATION_MESSAGE_BYTES,
     VARIABLE_BYTES,
     Ending,
@@ -19,6 +20,7 @@ from topkube.launch.contract import (
     LauncherStatus,
     LaunchPlan,
     compute_worker_token,
+    encode_domains,
     name_worker_pod,
     parse_domains,
 )
@@ -107,7 +109,23 @@ def test_ranks_are_ordered_by_domain() -> None:
     assert [ordered.find_worker(rank).index for rank in (*range(8), 99)] == [1, 1, 3, 3, 0, 0, 2, 2, 2]
 
 
-@pytest.mark.parametrize("text", ["", "0", "0,1,2", "0,x", "0,-1", "0,1e5", "0,123456", "0," + "1" * 9000])
+_INVALID = "; 0; 0,1,2; 0,x; 0,-1; 0,1e5; 0,123456; 0*3; 0*1; 0*2,1; 0*0,1,0; 0*; *2; 0*99999999; 0*\u00b2; 0*2*1; 0*-2"
+
+
+@pytest.mark.parametrize("text", [*_INVALID.split("; "), "0," + "1" * 9000])
 def test_invalid_domains_are_ignored(text: str) -> None:
     assert parse_domains(text, 2) is None
     assert parse_domains("1,0", 2) == (1, 0)
+
+
+def test_domains_of_ten_thousand_workers_fit_into_the_header() -> None:
+    few, many = (0, 1, 0), tuple(index // 16 % 300 for index in range(10_000))
+    assert encode_domains(few) == "0,1,0"
+    assert encode_domains([7] * 5000) == "7*5000"
+    text = encode_domains(many)
+    assert len(text) <= LONGEST_DOMAINS
+    assert parse_domains(text, 10_000) == many
+    assert parse_domains(encode_domains(few), 3) == few
+    scattered = encode_domains(index % 300 for index in range(10_000))
+    assert len(scattered) > LONGEST_DOMAINS
+    assert parse_domains(scattered, 10_000) is None

@@ -304,6 +304,18 @@ def test_the_poller_reads_only_the_pods_of_jobs(monkeypatch: pytest.MonkeyPatch)
     assert (key, uid, launcher.name, domains) == (("team", "train"), UID, "train-launcher-1-uid-1", "0,0")
 
 
+def test_domains_that_are_too_long_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    target = launcher_poller._Target(launcher_poller._build_tls_context(SEED, UID))
+    text = contract.encode_domains(index % 300 for index in range(10_000))
+    for _ in range(3):
+        target.set_domains(("team", "train"), text)
+    assert target.domains == ""
+    (record,) = caplog.records
+    assert "team/train: spec.topology has no effect" in record.getMessage()
+    target.set_domains(("team", "train"), "0*64")
+    assert target.domains == "0*64"
+
+
 @pytest.mark.parametrize("domains", ["", "1,0"])
 def test_domains_are_sent_with_the_request(domains: str) -> None:
     seen: list[str | None] = []
