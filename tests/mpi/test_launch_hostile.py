@@ -87,6 +87,8 @@ def build_hello(busy: bool = False) -> bytes:
         (compute_worker_token(KEY, "another job", 0, 1), "index=0&attempt=1"),
         (TOKEN, "index=-1&attempt=1"),
         (TOKEN, "index=%00&attempt=1"),
+        ("wrong", "index=0&attempt=%C2%B2"),  # a digit, but no number
+        ("wrong", "index=0&attempt=" + "9" * 5000),
         (TOKEN, ""),
         ("the operator's token", "index=0&attempt=1"),
     ],
@@ -95,6 +97,8 @@ def test_a_wrong_token_is_refused(job: SimulatedJob, token: str, query: str) -> 
     answer = ask(job, build_join_request(token, query))
     assert answer.startswith("HTTP/1.1 401"), answer
     assert "101 Switching" not in answer
+    assert job.launcher is not None
+    assert "Traceback" not in job.launcher.output
 
 
 def test_the_status_is_for_the_operator(job: SimulatedJob) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import re
 import resource
 import socket
 from asyncio.sslproto import SSLProtocol
@@ -181,7 +182,8 @@ class Rendezvous:
         expected = self._workers.get(index)
         token = self._tokens[expected.index] if expected is not None else self._credentials.operator_token[::-1]
         if not _are_same(_read_bearer(request), token) or expected is None:
-            if expected is not None and attempt.isdigit() and int(attempt) != expected.attempt:
+            # As text: nothing that an unknown caller sends is parsed.
+            if expected is not None and re.fullmatch("[0-9]{1,10}", attempt) and attempt != str(expected.attempt):
                 attempts = f"attempt {expected.attempt} instead of {attempt}"
                 return _build_refusal(401, f"worker {index} of this run was created in {attempts}")
             return _build_refusal(401, "the token does not belong to an expected worker")
