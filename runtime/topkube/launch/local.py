@@ -198,6 +198,12 @@ class LocalRun:
         """Return the report of the rank that failed first; None if no rank failed."""
         return select_first_failure(read_reports(self.directory, self.job.ranks))
 
+    def have_all_succeeded(self) -> bool:
+        """Return True if every rank has ended with exit code 0, and none was stopped from outside."""
+        reports = read_reports(self.directory, self.job.ranks)
+        done = [report for report in reports if report.exit_code == 0 and not report.told_to_end]
+        return len(done) == self.job.ranks
+
     def describe_lost_output(self) -> list[str]:
         """Return a line for each rank whose log lacks output of the rank."""
         return [

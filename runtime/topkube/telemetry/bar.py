@@ -104,14 +104,22 @@ class ProgressDisplay:
         elif time.monotonic() - self._shown_at >= PLAIN_SECONDS:
             self._print_plain_line()
 
-    def show_line(self, worker: int, rank: int, text: str) -> None:
-        """Show a line that a rank printed."""
+    def show_lines(self, worker: int, rank: int, lines: list[str]) -> None:
+        """Show lines that a rank printed."""
+        if not lines:
+            return
         prefix = f"[worker{worker}.rank{rank}] "
         if self._live:
-            shown = Text(prefix, style=_COLOURS[rank % len(_COLOURS)])
-            self.console.print(shown.append_text(Text.from_ansi(text)), soft_wrap=True)
-        else:
-            self.note(prefix + text)
+            colour = _COLOURS[rank % len(_COLOURS)]
+            shown = [Text(prefix, style=colour).append_text(Text.from_ansi(line)) for line in lines]
+            self.console.print(Text("\n").join(shown), soft_wrap=True)
+            return
+        # Rich needs 160 µs for a line, and a rank may print a million.
+        text = "".join(f"{prefix}{line}\n" for line in lines)
+        file = self.console.file
+        encoding = getattr(file, "encoding", None) or "utf-8"
+        file.write(text.encode(encoding, errors="replace").decode(encoding))
+        file.flush()
 
     def note(self, text: str) -> None:
         """Show a line without wrapping it."""

@@ -181,6 +181,22 @@ def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
     assert "succeeded" in ended.stdout
 
 
+def test_a_signal_after_the_end_of_the_ranks_ends_only_the_printing(tmp_path: Path) -> None:
+    """Nobody reads the output of `topkube run` until the ranks have ended."""
+    running = start_run(
+        write_job(tmp_path, ["python", "-c", "print(('x' * 99 + '\\n') * 200_000)"], workers=1), tmp_path
+    )
+    wait_for(lambda: len(list((tmp_path / "run").glob("rank-?.json"))) == 2)
+    wait_for(lambda: len(list_living_processes(tmp_path)) == 1)  # topkube run
+    running.send_signal(signal.SIGINT)
+    ended = finish_run(running)
+    assert ended.returncode == 0, ended.stderr
+    assert "tiny succeeded" in ended.stdout
+    assert f"the rest of the output is in {tmp_path}/run/rank-*.log" in ended.stdout
+    assert ended.stdout.count("x" * 99) < 200_000
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "succeeded"
+
+
 def test_two_runs_cannot_use_one_directory(tmp_path: Path) -> None:
     running = start_run(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
     wait_for(lambda: read_output(tmp_path / "run").count("up") == 4)

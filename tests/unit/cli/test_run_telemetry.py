@@ -113,6 +113,33 @@ def test_the_bar_fits_the_terminal_and_always_shows_the_time_left(width: int) ->
     assert sum(character in "━╸╺" for character in line) >= (8 if width >= 60 else 1)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_lines_of_ranks_go_to_a_file_as_they_are(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Rich, which needs 160 µs for a line."""
+    raw = io.BytesIO()
+    console = Console(width=20, file=io.TextIOWrapper(raw, encoding=encoding))
+    display = ProgressDisplay(console, History(), "job", 2, 4)
+    monkeypatch.setattr(console, "print", pytest.fail)
+    display.show_lines(1, 3, ["x" * 100, "[bold]\tü", ""])
+    display.show_lines(0, 0, [])
+    prefix, letter = "[worker1.rank3] ", "ü" if encoding == "utf-8" else "?"
+    assert raw.getvalue().decode(encoding) == f"{prefix}{'x' * 100}\n{prefix}[bold]\t{letter}\n{prefix}\n"
+
+
+def test_lines_of_ranks_on_a_terminal_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(width=200, force_terminal=True, file=io.StringIO(), color_system="standard")
+    display = ProgressDisplay(console, History(), "job", 2, 4)
+    printed, printing = list[object](), console.print
+    monkeypatch.setattr(console, "print", lambda text, **options: (printed.append(text), printing(text, **options)))
+    display.show_lines(1, 3, ["one", "\x1b[31mtwo\x1b[0m", "three"])
+    assert len(printed) == 1
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line.count("[worker1.rank3] ") for line in lines] == [1, 1, 1]
+    assert "\x1b[31mtwo" in lines[1]
+    assert "three" in lines[2]
+
+
 def test_numbers_are_short_and_have_units() -> None:
     sizes = [0, 999, 1000, 12_345_678, 999_999, 1.5e9, 2e12, 5e15]
     assert [format_bytes(n) for n in sizes] == [

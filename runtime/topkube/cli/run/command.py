@@ -70,8 +70,8 @@ def _run_in(
             say(console, f"{', '.join(loggers)}: {find_log_folder(Settings.from_environment(environment), directory)}")
         failure = watch.run()
         report_run(watch, failure)
-    if signals.received is not None:
-        return 128 + signals.received
+    if watch.interrupted_by is not None:
+        return 128 + watch.interrupted_by
     if failure is not None:
         raise failure
     return 0

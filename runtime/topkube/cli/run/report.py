@@ -55,7 +55,7 @@ def report_run(watch: RunWatch, failure: LaunchError | None) -> None:
     traced = _write_trace(directory / TRACES, options.trace, console) if options.trace is not None else None
     report = watch.local.find_failed_report() if failure else None
     outcome: Literal["succeeded", "failed", "interrupted"]
-    outcome = "interrupted" if watch.signals.received else ("failed" if failure else "succeeded")
+    outcome = "interrupted" if watch.interrupted_by else ("failed" if failure else "succeeded")
     parts = {part.replace(" ", "_"): seconds for part, seconds in summary.seconds_per_step.items()}
     values = RunSummary(
         job=job.name,

@@ -56,6 +56,8 @@ class RunWatch:
         self.options, self.job, self.local, self.history, self.console = options, job, run, history, console
         self.signals = signals
         self.wall_seconds = 0.0
+        self.interrupted_by: signal.Signals | None = None
+        """The signal that ended the ranks; None if they ended without one."""
         self._logs = [LogFollower(find_log_path(run.directory, rank)) for rank in range(job.ranks)]
         self._progress: ProgressReader | None = ProgressReader(run.directory)
 
@@ -84,13 +86,13 @@ class RunWatch:
                 if now - failed_at > GRACE_SECONDS:  # mpiexec ends the others at once, unless it is stuck itself
                     failed_at = float("inf")
                     self.local.stop()
-            for rank, log in enumerate(self._logs):
-                for lines in log.finish():
-                    self._show(display, [(rank, lines)])
+            if handled and not self.local.have_all_succeeded():
+                self.interrupted_by = self.signals.received
+            self._show_rest(display, handled if self.interrupted_by else 0)
             for line in self.local.describe_lost_output():
                 display.note(f"warning: {line}")
         self.wall_seconds = time.monotonic() - start
-        if self.signals.received is not None:
+        if self.interrupted_by is not None:
             return None
         if deadline_passed and self.local.find_failed_report() is None:
             return LaunchError(
@@ -101,10 +103,19 @@ class RunWatch:
             )
         return self.local.find_failure()
 
+    def _show_rest(self, display: ProgressDisplay, handled: int) -> None:
+        """Show the rest of the output, after the ranks have ended, until there are more signals than the `handled` ones
+        that have ended the ranks."""
+        for rank, log in enumerate(self._logs):
+            for lines in log.finish():
+                self._show(display, [(rank, lines)])
+                if self.signals.count > handled:
+                    display.note(f"the rest of the output is in {self.local.directory}/rank-*.log")
+                    return
+
     def _show(self, display: ProgressDisplay, lines: list[tuple[int, list[str]]]) -> None:
         for rank, texts in lines:
-            for text in texts:
-                display.show_line(self.local.find_node(rank), rank, text)
+            display.show_lines(self.local.find_node(rank), rank, texts)
         if self._progress is not None:
             try:
                 for record in self._progress.read():
