@@ -308,3 +308,25 @@ def test_a_killed_worker_is_named_and_not_the_ranks_that_fail_because_of_it(tmp_
         os.kill(job.workers[1].process.pid, signal.SIGKILL)
         failure = wait_for_failure(job)
         assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1"), job.read_all_output()
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_a_rank_that_leaves_with_0_is_named(tmp_path: Path, mpi: str) -> None:
+    """Open MPI ends the others. With MPICH they wait, because its proxy takes an end with 0 as it is."""
+    script = (
+        "import os; from mpi4py.MPI import COMM_WORLD as world\n"
+        "world.Barrier()\n"
+        "if world.rank == 1: os._exit(0)\n"
+        "world.allreduce(1); world.allreduce(1)"
+    )
+    with SimulatedJob(
+        tmp_path, [str(PYTHONS[mpi]), "-c", script], workers=3, slots=1, mpi=mpi, startup_seconds=15.0
+    ) as job:
+        job.start()
+        failure = wait_for_failure(job)
+        if mpi == "MPICH":
+            assert failure.reason == "Stalled"
+            assert "rank 1 (j-worker-1-1) has ended with exit code 0, and 2 other ranks" in (failure.message or "")
+        else:
+            assert (failure.rank, failure.pod, failure.reason) == (1, "j-worker-1-1", "Error"), failure
+            assert "ended with exit code 0" in (failure.message or "")

@@ -138,3 +138,18 @@ def read_command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_a_rank_that_leaves_with_0_is_named(tmp_path: Path, mpi: str) -> None:
+    script = (
+        "import os; from mpi4py.MPI import COMM_WORLD as world\n"
+        "world.Barrier()\n"
+        "if world.rank == 1: os._exit(0)\n"
+        "world.allreduce(1); world.allreduce(1)"
+    )
+    ended = run_script(tmp_path, mpi, script, ranks=3)
+    assert ended.returncode == 1, ended.stderr
+    assert "rank 1 (node 1) ended with exit code 0" in ended.stderr
+    assert "while 2 other ranks still ran" in ended.stderr
+    assert "without MPI_Finalize" in ended.stderr

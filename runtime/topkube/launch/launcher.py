@@ -34,6 +34,7 @@ from topkube.launch.termination_message import build_ending_before_start, build_
 from topkube.launch.verdict import (
     ASKED_TO_END,
     ENDED_SECONDS,
+    describe_early_end,
     describe_missing_workers,
     describe_unexplained_end,
     describe_unfit_worker,
@@ -53,6 +54,8 @@ _LAST_SECONDS = 3.0
 """The longest wait for the reader of the launcher's own output at the launcher's end."""
 _MOST_NAMED = 8
 """The most workers that a message names."""
+_EARLY_SECONDS = 60.0
+"""The launcher prints that a rank has ended with exit code 0 if others still run after this time."""
 _REPORTS_SECONDS = 5.0
 """The longest time that the ranks' reports may take after mpiexec has ended."""
 
@@ -112,6 +115,7 @@ class JobLauncher:
         self._failure: FirstFailure | None = None
         self._mpiexec: Mpiexec | None = None
         self._stop_requested_at: float | None = None
+        self._early_end_at, self._has_noted_early_end = float("inf"), False
         self.port = 0
         self._tick = max(_TICK_SECONDS, len(plan.workers) * _MEMBER_SECONDS)
 
@@ -275,6 +279,7 @@ class JobLauncher:
             if self._mpiexec.code is not None:
                 mpiexec_ended_at = min(mpiexec_ended_at, now)
             has_mpi_ended = self._mpiexec.code is not None or members.have_all_proxies_ended()
+            self._note_early_end(now)
             if has_mpi_ended and members.have_all_reported() and members.first_failure_at is None:
                 return
             if now - mpiexec_ended_at > _REPORTS_SECONDS:
@@ -285,10 +290,21 @@ class JobLauncher:
             self._raise_if_stopped(now)
             self._raise_if_failed(now)
 
+    def _note_early_end(self, now: float) -> None:
+        """Print once that a rank has ended long before others. MPICH does not notice that it is missing."""
+        has_reports = any(member.reports for member in self.members.by_index.values())
+        self._early_end_at = min(self._early_end_at, now + _EARLY_SECONDS) if has_reports else float("inf")
+        if has_reports and now >= self._early_end_at and not self._has_noted_early_end:
+            self._has_noted_early_end = True
+            if text := describe_early_end(self.plan, self.members.by_index.values()):
+                self._say(f"{text}. If they wait for it, its script has left without MPI_Finalize, as os._exit(0) does")
+
     def _raise_if_stalled(self) -> None:
         steps = self.members.steps
         message = steps.describe_stall(self.plan.stall_seconds, self.plan.startup_seconds)
         if message:
+            early_end = describe_early_end(self.plan, self.members.by_index.values())
+            message += f"; {early_end}" if early_end else ""
             rank = next(iter(steps.find_ranks_behind()), None)
             pod = find_pod_name(self.plan, rank) if rank is not None else None
             raise AttemptFailed(FirstFailure(pod=pod, rank=rank, reason="Stalled", exit_code=1, message=message))

@@ -27,7 +27,14 @@ from topkube.launch.host.processes import (
     signal_all,
 )
 from topkube.launch.mpi.mpi_library import Mpi
-from topkube.launch.output.rank_report import RankReport, diagnose_report, read_reports, select_first_failure
+from topkube.launch.output.rank_report import (
+    RankReport,
+    diagnose_leaver,
+    diagnose_report,
+    read_reports,
+    select_first_failure,
+    select_leaver,
+)
 from topkube.launch.rank import build_shim_command, write_command
 from topkube.launch.run_directory import MPIEXEC_LOG
 from topkube.settings import Settings
@@ -215,7 +222,13 @@ class LocalRun:
     def find_failure(self) -> LaunchError | None:
         """Return why the run failed, with the traceback and the exit code of the rank that failed first; None if it did
         not fail."""
-        report = self.find_failed_report()
+        reports = read_reports(self.directory, self.job.ranks)
+        report = select_first_failure(reports)
+        leaver = select_leaver(reports, report) if report or self.mpiexec_code else None
+        if leaver is not None:
+            others = sum(report.ended > leaver.ended for report in reports)
+            what, cause, next_step = diagnose_leaver(leaver, others, f"node {self.find_node(leaver.rank)}")
+            return LaunchError(what, exit_code=1, cause=cause, next_step=next_step)
         if report is not None:
             what, cause, next_step = diagnose_report(report, f"node {self.find_node(report.rank)}")
             lines = report.traceback or "\n".join(report.tail)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from topkube.job import FirstFailure
 from topkube.launch.contract import LaunchPlan
 from topkube.launch.members import Member
-from topkube.launch.output.rank_report import RankReport, select_first_failure
+from topkube.launch.output.rank_report import RankReport, diagnose_leaver, select_first_failure, select_leaver
 from topkube.launch.termination_message import TERMINATED, describe_failure, join_last_lines
 
 _SETTLE_SECONDS = 0.7
@@ -111,12 +111,35 @@ def find_first_failure(plan: LaunchPlan, members: Iterable[Member]) -> FirstFail
             code = member.proxy.exit_code or 1
             candidates.append((0.0, FirstFailure(pod=pod, reason="LaunchFailed", exit_code=code, message=message)))
     report = select_first_failure(reports)
+    leaver = select_leaver(reports, report) if not candidates else None
+    if leaver is not None:
+        others = plan.slots * len(plan.workers) - sum(report.ended <= leaver.ended for report in reports)
+        place = f"worker {plan.find_worker(leaver.rank).index}"
+        what, cause, next_step = diagnose_leaver(leaver, others, place)
+        message = f"{what}. Likely cause: {cause}. Next: {next_step}"[:_MESSAGE_CHARACTERS]
+        pod = find_pod_name(plan, leaver.rank)
+        return FirstFailure(pod=pod, rank=leaver.rank, reason="Error", exit_code=1, message=message)
     if report is not None:
         failure = describe_failure(
             report, lambda rank: find_pod_name(plan, rank), f"worker {plan.find_worker(report.rank).index}"
         )
         candidates.append((report.ended, failure))
     return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
+
+
+def describe_early_end(plan: LaunchPlan, members: Iterable[Member]) -> str:
+    """Return which rank ended with exit code 0 first, if other ranks still run; "" otherwise. That may be right: a rank
+    may save for minutes after the others have ended, and the launcher does not know if a rank has called MPI_Finalize.
+    But others may wait for a rank that has left without it."""
+    reports = [report for member in members for report in member.reports.values()]
+    left = plan.slots * len(plan.workers) - len(reports)
+    ended = min((report for report in reports if not report.exit_code), key=lambda report: report.ended, default=None)
+    if ended is None or not left:
+        return ""
+    return (
+        f"rank {ended.rank} ({find_pod_name(plan, ended.rank)}) has ended with exit code 0, and {left} other"
+        f" rank{'s' if left > 1 else ''} still run{'' if left > 1 else 's'}"
+    )
 
 
 def describe_unexplained_end(code: int | None, members: Iterable[Member], lines: Iterable[str]) -> FirstFailure:

@@ -22,10 +22,12 @@ from topkube.launch.local import build_rank_environment, expand_variables
 from topkube.launch.mpi import mpi_library
 from topkube.launch.output.rank_report import (
     RankReport,
+    diagnose_leaver,
     diagnose_report,
     find_abort_code,
     read_tail,
     select_first_failure,
+    select_leaver,
 )
 
 SHIM = [sys.executable, "-m", "topkube.launch.rank"]
@@ -280,6 +282,22 @@ def test_a_rank_that_open_mpi_ends_as_its_peer_leaves_is_not_the_cause() -> None
     raised = build_report(0, 5.0, code=14, traceback="Traceback…\nSystemExit: 14")
     assert select_first_failure([raised, left]) is raised
     assert select_first_failure([lost]) is lost
+
+
+def test_a_rank_that_leaves_with_0_is_the_cause_if_nothing_else_explains_the_end() -> None:
+    left, victim = build_report(1, 5.0, code=0), build_report(0, 5.02, code=143, signal="SIGTERM", told_to_end=True)
+    lost = build_report(2, 5.3, code=14)
+    assert select_leaver([victim, left], None) is left
+    assert select_leaver([victim, left, lost], lost) is left
+    failed = build_report(2, 5.01, code=7)
+    assert select_leaver([victim, left, failed], failed) is None
+    long_before = build_report(1, 2.0, code=0)
+    assert select_leaver([victim, long_before], None) is None, "it ended as it should"
+    assert select_leaver([left], None) is None
+    what, cause, next_step = diagnose_leaver(left, 2, "node 0")
+    assert what == "rank 1 (node 0) ended with exit code 0, 5.0 s after its start, while 2 other ranks still ran"
+    assert "MPI_Finalize" in cause
+    assert next_step
 
 
 def test_each_way_to_end_has_its_own_advice() -> None:

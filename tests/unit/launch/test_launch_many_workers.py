@@ -4,6 +4,7 @@ no network."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import resource
 import time
 from pathlib import Path
@@ -17,12 +18,13 @@ from topkube.errors import LaunchError
 from topkube.launch import launcher as launchers
 from topkube.launch.connection.credentials import LauncherCredentials
 from topkube.launch.connection.link import Link
-from topkube.launch.connection.messages import End, Ended, Hello
+from topkube.launch.connection.messages import End, Ended, Hello, Report
 from topkube.launch.connection.rendezvous import _raise_file_limit
 from topkube.launch.contract import MOST_REFUSALS, LauncherStatus, LaunchPlan
 from topkube.launch.launcher import JobLauncher
 from topkube.launch.members import Member
 from topkube.launch.mpi.mpi_library import Mpi
+from topkube.launch.output.rank_report import RankReport
 from topkube.launch.steps import Steps, parse_record
 from topkube.launch.verdict import describe_missing_workers
 
@@ -94,6 +96,24 @@ def test_four_thousand_workers_are_gathered_and_their_status_is_answered_at_once
     assert "4096 of 4096 workers did not join" in (failure.message or "")
     assert "the launcher rejects them: worker 0: why" in (failure.message or "")
     assert len(failure.message or "") < 2048
+
+
+def test_a_rank_that_has_ended_long_before_the_others_is_printed_once_and_ends_nothing(tmp_path: Path) -> None:
+    launcher = build_launcher(tmp_path, 3)
+    members = [join_worker(launcher, index) for index in range(3)]
+    now = time.monotonic()
+    launcher._note_early_end(now)
+    report = RankReport(rank=1, host="h", command=["python"], started=1.0, ended=2.0, exit_code=0)
+    launcher.members.receive(members[1], Report(report=dataclasses.asdict(report), oom_kills=0))
+    launcher._note_early_end(now)
+    launcher._note_early_end(now + launchers._EARLY_SECONDS - 1)
+    lines = launcher.lines  # type: ignore[attr-defined]
+    assert lines == []
+    for seconds in (0, 1, 2):
+        launcher._note_early_end(now + launchers._EARLY_SECONDS + seconds)
+    (line,) = lines
+    assert line.startswith("rank 1 (j-worker-1-1-u) has ended with exit code 0, and 2 other ranks still run.")
+    assert launcher.members.first_failure_at is None
 
 
 def test_success_waits_until_all_output_is_printed(tmp_path: Path) -> None:

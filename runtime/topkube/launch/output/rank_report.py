@@ -8,7 +8,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,34 @@ def select_first_failure(reports: Iterable[RankReport]) -> RankReport | None:
         if not by_abort and not by_kill and not by_lost_peer:
             return report
     return None
+
+
+def select_leaver(reports: Collection[RankReport], failed: RankReport | None) -> RankReport | None:
+    """Return the report of the rank that ended with exit code 0 just before others were ended because of that: by MPI,
+    which expects MPI_Finalize of every rank, or by the loss of their peer. Return None if there is no such rank, or if
+    `failed`, the rank that failed first, is not the victim of a lost peer. Use it only if a run has failed."""
+    if failed is not None and not _has_lost_peer(failed):
+        return None
+    victims = [report.ended for report in reports if report.told_to_end or _has_lost_peer(report)]
+    first = min(victims, default=float("-inf"))
+    leavers = [
+        report
+        for report in reports
+        if report.exit_code == 0 and not report.told_to_end and 0 <= first - report.ended < _SAME_MOMENT_SECONDS
+    ]
+    return min(leavers, key=lambda report: report.ended, default=None)
+
+
+def diagnose_leaver(report: RankReport, others: int, place: str) -> tuple[str, str, str]:
+    """Return what happened if a rank ended with exit code 0 while `others` still ran, the likely cause, and the next
+    step. `place` as in `diagnose_report`."""
+    seconds = max(0.0, report.ended - report.started)
+    return (
+        f"rank {report.rank} ({place}) ended with exit code 0, {seconds:.1f} s after its start, while {others} other"
+        f" rank{'s' if others > 1 else ''} still ran",
+        "its script left without MPI_Finalize, as os._exit(0) does, or never called MPI while others did",
+        "end all ranks in the same way, and let a rank that cannot continue raise an error",
+    )
 
 
 def _is_silent(report: RankReport) -> bool:
