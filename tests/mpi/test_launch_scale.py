@@ -9,6 +9,7 @@ import pytest
 from pods import PYTHONS
 
 from topkube.launch.connection.messages import ProxyParameters
+from topkube.launch.host.arguments import check_arguments
 from topkube.launch.mpi.mpi_library import find_mpi
 from topkube.launch.mpi.mpiexec import Mpiexec
 
@@ -30,3 +31,10 @@ def test_mpiexec_asks_for_every_proxy_at_once(mpi: str, workers: int, tmp_path: 
         assert all(("routed_radix", str(workers + 1)) in proxy.options for proxy in proxies.values()), (
             "no tree of daemons"
         )
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_the_hosts_of_ten_thousand_workers_do_not_make_an_argument_too_long(mpi: str, tmp_path: Path) -> None:
+    hosts = [f"10.200.{index // 250}.{index % 250 + 2}" for index in range(10_000)]
+    mpiexec = Mpiexec(find_mpi(PYTHONS[mpi].parent), hosts, 16, ["/bin/true"], tmp_path)
+    check_arguments(mpiexec._command, {})

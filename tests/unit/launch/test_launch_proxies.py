@@ -124,8 +124,8 @@ def test_the_options_of_mpiexec_have_other_names_in_open_mpi_4_than_in_5() -> No
         ),
     ]:
         mpi = Mpi("OpenMPI", version, Path("/x/mpiexec"))
-        text = " ".join(proxies.build_mpiexec_command(mpi, ["10.0.0.1", "10.0.0.2"], 4, Path("/t/agent"), ["prog"]))
-        assert "--host 10.0.0.1:4,10.0.0.2:4" in text
+        text = " ".join(proxies.build_mpiexec_command(mpi, Path("/t/hosts"), 2, 4, Path("/t/agent"), ["prog"]))
+        assert "--hostfile /t/hosts" in text
         assert "-n 8 prog" in text
         for word in words:
             assert word in text
@@ -169,7 +169,11 @@ def test_a_worker_starts_nothing_but_its_proxy(mpich: Mpi, tmp_path: Path) -> No
 
 
 def test_hosts_are_listed_in_worker_order(mpich: Mpi) -> None:
-    command = proxies.build_mpiexec_command(mpich, ["10.0.0.7", "10.0.0.2"], 2, Path("/t/agent"), ["python", "-m", "x"])
-    assert command[command.index("-hosts") + 1] == "10.0.0.7:2,10.0.0.2:2"
+    hosts = ["10.0.0.7", "10.0.0.2"]
+    assert proxies.build_host_list(mpich, hosts, 2) == "10.0.0.7:2\n10.0.0.2:2\n"
+    open_mpi = Mpi("OpenMPI", "5.0.11", Path("/x/mpiexec"))
+    assert proxies.build_host_list(open_mpi, hosts, 2) == "10.0.0.7 slots=2\n10.0.0.2 slots=2\n"
+    command = proxies.build_mpiexec_command(mpich, Path("/t/hosts"), 2, 2, Path("/t/agent"), ["python", "-m", "x"])
+    assert command[command.index("-f") + 1] == "/t/hosts"
     assert "-genvnone" in command
     assert command[-5:] == ["-n", "4", "python", "-m", "x"]

@@ -22,6 +22,7 @@ from topkube.launch.mpi.proxies import (
     AGENT,
     HYDRA_END,
     HYDRA_LINE,
+    build_host_list,
     build_mpiexec_command,
     parse_agent_parameters,
     parse_hydra_parameters,
@@ -49,7 +50,8 @@ class Mpiexec:
         self._say = say
         self._mpi, self._count, self._directory = mpi, len(hosts), directory
         self._agent = directory / "agent"
-        self._command = build_mpiexec_command(mpi, hosts, slots, self._agent, program)
+        self._host_list, self._hosts = directory / "hosts", build_host_list(mpi, hosts, slots)
+        self._command = build_mpiexec_command(mpi, self._host_list, len(hosts), slots, self._agent, program)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._lines: asyncio.Queue[str] = asyncio.Queue()
@@ -68,6 +70,7 @@ class Mpiexec:
         """Start mpiexec, and yield for each worker, in any order: its number, the control port, and the parameters of
         its proxy. Raises LaunchError if mpiexec does not start all proxies."""
         self._agent.write_text(AGENT, encoding="ascii")
+        self._host_list.write_text(self._hosts, encoding="ascii")
         check_arguments(self._command, self._build_environment())
         self._process = await asyncio.create_subprocess_exec(
             *self._command,

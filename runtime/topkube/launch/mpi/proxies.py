@@ -43,13 +43,21 @@ _NOT_FOR_WORKERS = {
 _CONTACTS = {"prte_hnp_uri", "orte_hnp_uri"}
 
 
-def build_mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, program: list[str]) -> list[str]:
-    """Return the command line for `slots` ranks of `program` on each of `hosts` (addresses), in that order. mpiexec
+def build_host_list(mpi: Mpi, hosts: list[str], slots: int) -> str:
+    """Return the text of the file with the hosts (addresses) for mpiexec, each with `slots` ranks, in that order. In an
+    argument, about 7,000 hosts would be longer than Linux accepts."""
+    separator = ":" if mpi.implementation == "MPICH" else " slots="
+    return "".join(f"{host}{separator}{slots}\n" for host in hosts)
+
+
+def build_mpiexec_command(
+    mpi: Mpi, host_list: Path, hosts: int, slots: int, agent: Path, program: list[str]
+) -> list[str]:
+    """Return the command line for `slots` ranks of `program` on each of the `hosts` in the file `host_list`. mpiexec
     starts nothing itself: Hydra prints the commands, and PRRTE calls `agent` (a shell script) with them."""
-    ranks = str(len(hosts) * slots)
-    listed = ",".join(f"{host}:{slots}" for host in hosts)
+    ranks = str(hosts * slots)
     if mpi.implementation == "MPICH":
-        options = ["-launcher", "manual", "-localhost", "127.0.0.1", "-hosts", listed, "-genvnone", "-wdir", "/"]
+        options = ["-launcher", "manual", "-localhost", "127.0.0.1", "-f", str(host_list), "-genvnone", "-wdir", "/"]
         return [str(mpi.mpiexec), *options, "-bind-to", "none", "-n", ranks, *program]
     prefix, plm, no_lookup = mpi.parameter_option, "plm_ssh", "prte_do_not_resolve"
     if prefix == "--mca":
@@ -58,15 +66,15 @@ def build_mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, p
         f"{plm}_agent": f"/bin/sh {agent}",
         f"{plm}_no_tree_spawn": "1",
         # Every prted connects to mpiexec directly. Otherwise, beyond 64 nodes, they connect to each other.
-        "routed_radix": str(len(hosts) + 1),
+        "routed_radix": str(hosts + 1),
         # By default, mpiexec refuses more than 128 agents with --leave-session-attached.
-        f"{plm}_num_concurrent": str(len(hosts) + 1),
+        f"{plm}_num_concurrent": str(hosts + 1),
         no_lookup: "1",
     }
     options = [word for name, value in parameters.items() for word in (prefix, name, value)]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    options += ["--leave-session-attached", "--wdir", "/", "--bind-to", "none", "--host", listed]
+    options += ["--leave-session-attached", "--wdir", "/", "--bind-to", "none", "--hostfile", str(host_list)]
     mapping = ["--map-by", ":OVERSUBSCRIBE"] if prefix == "--prtemca" else ["--oversubscribe"]
     return [str(mpi.mpiexec), *options, *mapping, "-n", ranks, *program]
 
