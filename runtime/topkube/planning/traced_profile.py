@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
-from topkube.algorithms import OWN
-from topkube.algorithms.cost import all_reduce_messages
+from topkube.algorithms import OWN, Family, Workload
 from topkube.planning.profile import Gradient, HostCost, StepProfile
 from topkube.telemetry import trace
 from topkube.telemetry.trace_files import TraceError
@@ -68,7 +68,7 @@ def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
         if len(compute_ms_of_ranks) > 1 and clock == "tdur"
         else 0.0,
         host=_measure_host_costs(steps, nodes, slots, _find_weight_exchange(facts, nodes), gradients),
-        latency=_measure_latency(steps, all_reduce_messages(nodes) // (2 if facts.get("overlap") == "dear" else 1)),
+        latency=facts.get("latencySeconds") or _fit_latency(steps, nodes, slots, facts.get("overlap") == "dear"),
         on_cpu=facts.get("device", "cpu") == "cpu",
         cores=facts.get("cores") if clock == "tdur" else None,
         bucket_bytes=facts.get("bucketBytes"),
@@ -89,6 +89,8 @@ def add_host_costs(profile: StepProfile, others: Iterable[StepProfile]) -> StepP
 Event = Mapping[str, Any]
 _LARGE_ELEMENTS = 1 << 16
 """A bucket with fewer elements shows the fixed cost of a bucket only."""
+_MOST_LATENCY_BYTES = 1 << 16
+"""An exchange of more bytes does not show the latency: the bytes take most of its time."""
 
 
 def _group_by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
@@ -272,17 +274,56 @@ def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
     return intercept, slope if intercept else sum(medians) / sum(sizes)
 
 
-def _measure_latency(steps: list[list[Event]], rounds: int) -> float | None:
-    """Return the seconds of a short message, from the shortest exchange, which has `rounds` rounds."""
-    ends: dict[str, float] = {}
-    seconds = []
+def _fit_latency(steps: list[list[Event]], nodes: int, slots: int, is_decoupled: bool) -> float | None:
+    """Return the seconds of a short message between nodes, from the exchanges of dense buckets; None if all of them
+    are too large to show it.
+
+    An exchange takes its rounds times the latency, plus its bytes divided by the rate of the link. The shortest
+    exchange of a bucket counts, over all ranks and steps, because the others contain waits for late ranks. The rate is
+    the highest that the difference between the smallest bucket and another one shows.
+    """
+    fewest_seconds: dict[tuple[float, int], float] = {}  # of the bytes and the rounds of an exchange
     for step in steps:
-        for event in step:
-            if event["cat"] == trace.EXCHANGE and event["ph"] == "e":
-                ends[event["id"]] = event["ts"]
-        exchanges = [
-            ends[e["id"]] - e["ts"] for e in step if e["cat"] == trace.EXCHANGE and e["ph"] == "b" and e["id"] in ends
-        ]
-        if exchanges:
-            seconds.append(min(exchanges) / (rounds * 1e6))
-    return median(seconds) if seconds else None
+        for exchange in _measure_dense_exchanges(step, nodes, slots, is_decoupled):
+            kind = exchange.nbytes, exchange.rounds
+            fewest_seconds[kind] = min(exchange.seconds, fewest_seconds.get(kind, math.inf))
+    smallest, rounds = min(fewest_seconds, default=(math.inf, 0))
+    if smallest > _MOST_LATENCY_BYTES or not rounds:
+        return None
+    seconds = fewest_seconds[smallest, rounds]
+    per_byte = [
+        max(0.0, other_seconds - seconds) / (nbytes - smallest)
+        for (nbytes, other_rounds), other_seconds in fewest_seconds.items()
+        if nbytes > smallest and other_rounds == rounds
+    ]
+    latency = (seconds - smallest * min(per_byte, default=0.0)) / rounds
+    return latency if latency > 0 else None
+
+
+class _Exchange(NamedTuple):
+    """An exchange of `nbytes` bytes of values on one rank, in which `rounds` messages wait for one another."""
+
+    nbytes: float
+    rounds: int
+    seconds: float
+
+
+def _measure_dense_exchanges(step: list[Event], nodes: int, slots: int, is_decoupled: bool) -> Iterator[_Exchange]:
+    """Yield the exchange of each dense bucket of a step: the mean of its pieces. With DeAR, an exchange has the time of
+    both halves: a rank that is late in one half may find all messages there."""
+    ends = {e["id"]: e["ts"] for e in step if e["cat"] == trace.EXCHANGE and e["ph"] == "e"}
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for event in step:
+        if event["cat"] == trace.EXCHANGE and event["ph"] == "b" and event["id"] in ends and "bucket" in event["args"]:
+            seconds[event["args"]["bucket"]].append((ends[event["id"]] - event["ts"]) / 1e6)
+    dense = {algorithm.name: algorithm for algorithm in OWN if algorithm.family is Family.DENSE}
+    for event in step:
+        if event["cat"] != trace.BUCKET or event["ph"] != "X" or event["args"]["bucket"] not in seconds:
+            continue
+        args = event["args"]
+        if args["algorithm"] in dense:
+            measured = seconds[args["bucket"]]
+            pieces = max(1, len(measured) // (2 if is_decoupled else 1))
+            workload = Workload(nodes, slots, args["elements"])
+            rounds = round(dense[args["algorithm"]].traffic(workload).messages)
+            yield _Exchange(args["elements"] * args["itemsize"] / pieces, rounds, sum(measured) / pieces)

@@ -145,6 +145,10 @@ class Trace:
                 {**self._build_event("e", EXCHANGE, name, time.perf_counter_ns(), COMMUNICATION), **common}
             )
 
+    def add_facts(self, **facts: Any) -> None:
+        """Add facts that describe the run to the file's `otherData`."""
+        self._facts |= facts
+
     # ---- steps
 
     def end_step(self) -> None:

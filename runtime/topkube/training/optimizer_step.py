@@ -46,7 +46,15 @@ class OptimizerStep:
             backward.note_skipped_step()
         counted = backward.in_force.steps, backward.gradients.skipped_steps
         self._reports.report_step(*counted, backward.density_used, backward.plan.tuning.summary or None)
-        if backward.queue.step_trace is not None and not backward.queue.step_trace.end_step():
+        self._end_traced_step()
+
+    def _end_traced_step(self) -> None:
+        """Note the end of the step in the trace, if this step is traced."""
+        backward = self._parts.backward
+        if backward.queue.step_trace is None:
+            return
+        machines = backward.plan.tuning.machines
+        if not backward.queue.step_trace.end_step(machines.latency if machines is not None else None):
             backward.queue.step_trace = None
 
     def _check_gradients(self) -> None:

@@ -300,14 +300,10 @@ def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: An
         {**forward, "cat": category, "name": name, "ts": at * 1e3, "dur": 1.2e3 * time, "tdur": 1e3 * time}
         for category, name, at, time in parts
     ]
-    exchange = {"cat": "exchange", "name": "exchange between nodes", "pid": 0, "tid": 2, "id": "0.1", "args": {}}
-    content["traceEvents"] += [{**exchange, "ph": kind, "ts": at} for kind, at in (("b", 20e3), ("e", 20.4e3))]
+    content["otherData"]["overlap"] = "dear"
     path = tmp_path / "trace.json"
-    for overlap, latency in (("dear", 0.4e-3), ("backward", 0.2e-3)):  # an event is a half, or a whole exchange
-        content["otherData"]["overlap"] = overlap
-        path.write_text(json.dumps(content))
-        profile = read_plan("--trace", str(path), capsys=capsys)["profile"]
-        assert profile["latencySeconds"] == pytest.approx(latency)
+    path.write_text(json.dumps(content))
+    profile = read_plan("--trace", str(path), capsys=capsys)["profile"]
     assert profile["forwardSeconds"] == pytest.approx(0.009)
     assert profile["updateSeconds"] == pytest.approx(0.003)
     assert read_traced_profile(content).forward_seconds == pytest.approx((0.009 * 5 / 7, 0.009 * 2 / 7))
@@ -319,13 +315,18 @@ def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:
     plan = read_plan("--trace", str(path), "--workers", "2", "--link", "100Mbit/s", capsys=capsys)
     assert plan["parameters"] == 3_000_000
     profile = plan["profile"]
+    assert profile["latencySeconds"] == 50e-6  # the default
     assert profile["forwardSeconds"] == pytest.approx(0.010)
     assert profile["backwardSeconds"] == pytest.approx(0.030)
     assert profile["updateSeconds"] == pytest.approx(0.002)
     assert profile["otherSeconds"] == pytest.approx(0.008)
     rows = {row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]}
     assert rows["hierarchical"] > 12e6 * 8 / 100e6
+    content = build_trace()
+    content["otherData"]["latencySeconds"] = 20e-6
+    path.write_text(json.dumps(content))
     faster = read_plan("--trace", str(path), "--compute", "0.004", "--link", "100Mbit/s", capsys=capsys)
+    assert faster["profile"]["latencySeconds"] == 20e-6
     assert faster["profile"]["forwardSeconds"] == pytest.approx(0.001)
 
 

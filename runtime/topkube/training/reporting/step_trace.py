@@ -170,8 +170,11 @@ class StepTrace:
 
         return recorded
 
-    def end_step(self) -> bool:
-        """Note the end of an optimizer step. Return True if the trace continues."""
+    def end_step(self, latency: float | None) -> bool:
+        """Note the end of an optimizer step. `latency` is the measured time of a short message between nodes in
+        seconds, None if it was not measured. Return True if the trace continues."""
+        if latency is not None:
+            self._recorder.add_facts(latencySeconds=latency)
         self._recorder.end_step()
         if trace.active is self._recorder:
             return True

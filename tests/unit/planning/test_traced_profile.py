@@ -1,0 +1,74 @@
+"""The profile of a step that `topkube plan` reads from a trace: the latency, and the parts of an accumulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from topkube.planning.traced_profile import read_traced_profile
+
+Event = dict[str, Any]
+LATENCY, RATE = 100e-6, 125e6
+"""The link of the traces: seconds of a short message, and bytes per second (1 Gbit/s)."""
+
+
+def build_span(rank: int, category: str, name: str, start: float, seconds: float, **args: Any) -> Event:
+    times = {"ts": start * 1e6, "dur": seconds * 1e6, "tdur": seconds * 1e6}
+    return {"ph": "X", "cat": category, "name": name, "pid": rank, "tid": 1, **times, "args": args}
+
+
+def build_mark(rank: int, name: str, elements: int, at: float) -> Event:
+    args = {"parameter": name, "elements": elements, "itemsize": 4, "small": False}
+    place = {"name": "gradient ready", "pid": rank, "tid": 1, "ts": at * 1e6}
+    return {"ph": "i", "cat": "gradient", **place, "args": args}
+
+
+def build_exchange(rank: int, bucket: int, number: str, start: float, seconds: float) -> list[Event]:
+    name, place = "exchange between nodes", {"pid": rank, "tid": 2, "id": number, "args": {"bucket": bucket}}
+    return [
+        {"ph": kind, "cat": "exchange", "name": name, "ts": at * 1e6, **place}
+        for kind, at in (("b", start), ("e", start + seconds))
+    ]
+
+
+def build_trace(bucket_elements: Mapping[int, int], algorithm: str = "hierarchical", **facts: Any) -> dict[str, Any]:
+    """Return the trace of a step of 1 second on 2 nodes, which exchange buckets of these elements. Rank 1 waits 5 ms
+    for rank 0 in each exchange. With DeAR, rank 0 finds all messages of the first half."""
+    events = []
+    for rank in range(2):
+        events += [
+            build_span(rank, "step", "step 3", 0, 1, step=3, compute_cpu_ms=1000.0, communication_cpu_ms=1.0),
+            build_span(rank, "forward", "forward", 0, 0.1),
+            build_span(rank, "backward", "backward", 0.1, 0.9),
+            build_mark(rank, "layer.weight", sum(bucket_elements.values()), 0.3),
+        ]
+        for bucket, elements in bucket_elements.items():
+            args = {"bucket": bucket, "elements": elements, "itemsize": 4, "algorithm": algorithm}
+            events.append(build_span(rank, "bucket", f"bucket {bucket}", 0.3 + 0.01 * bucket, 0.001, **args))
+            seconds = 2 * LATENCY + 4 * elements / RATE + 0.005 * rank
+            halves = (seconds * rank, seconds * (1 - rank)) if facts.get("overlap") == "dear" else (seconds,)
+            for half, half_seconds in enumerate(halves):
+                events += build_exchange(rank, bucket, f"{rank}.{bucket}.{half}", 0.3 + 0.1 * half, half_seconds)
+    return {"otherData": {"nodes": 2, "ranksPerNode": [1, 1], "threads": 1, **facts}, "traceEvents": events}
+
+
+@pytest.mark.parametrize("overlap", ["backward", "dear"])
+def test_the_latency_has_neither_the_bytes_of_buckets_nor_waits_for_late_ranks(overlap: str) -> None:
+    content = build_trace({0: 1 << 20, 1: 1 << 12, 2: 1 << 22}, overlap=overlap)
+    assert read_traced_profile(content).latency == pytest.approx(LATENCY)
+
+
+def test_the_latency_that_the_ranks_measured_counts() -> None:
+    content = build_trace({0: 1 << 20, 1: 1 << 12}, latencySeconds=30e-6)
+    assert read_traced_profile(content).latency == 30e-6
+
+
+@pytest.mark.parametrize(
+    ("bucket_elements", "algorithm"),
+    [({0: 1 << 18, 1: 1 << 20}, "hierarchical"), ({0: 1 << 12, 1: 1 << 20}, "hitopk"), ({}, "hierarchical")],
+)
+def test_no_latency_is_known_without_a_short_dense_exchange(bucket_elements: dict[int, int], algorithm: str) -> None:
+    """The bytes of a bucket of 1 MiB take 8 ms here; those of a compressed bucket are unknown."""
+    assert read_traced_profile(build_trace(bucket_elements, algorithm)).latency is None
