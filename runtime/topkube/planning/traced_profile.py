@@ -46,7 +46,9 @@ def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
             next_step="write a trace: topkube run --trace FILE train.py",
         )
     forward = median(
-        max(_sum_seconds(step, trace.FORWARD, "forward", clock) - _sum_late_updates(step, clock), 0.0) for step in steps
+        max(_sum_seconds(step, trace.FORWARD, "forward", clock) - _sum_late_updates(step, clock), 0.0)
+        + _sum_earlier_backward(step, clock)
+        for step in steps
     )
     update = median(_sum_seconds(step, trace.OPTIMIZER, None, clock) for step in steps)
     gradients = _read_gradients(steps, clock)
@@ -127,26 +129,61 @@ def _sum_late_updates(step: list[Event], clock: str) -> float:
     )
 
 
-def _measure_layers(steps: list[list[Event]], category: str, without: tuple[str, ...], clock: str) -> dict[str, float]:
-    """Return the median seconds of each layer in forward or backward. Events with a name in `without` are not
-    layers."""
+def _list_starts_of_backward(step: list[Event]) -> list[float]:
+    """Return the start of each backward of a step, in order of time. A step that accumulates gradients has several."""
+    return [e["ts"] for e in step if e["cat"] == trace.BACKWARD and e["name"] == "backward"]
+
+
+def _keep_last_backward(step: list[Event]) -> list[Event]:
+    """Return the events of a step from the start of its last backward on. Only this one overlaps with exchanges."""
+    start = max(_list_starts_of_backward(step), default=-math.inf)
+    return [event for event in step if event["ts"] >= start]
+
+
+def _split_at_first_backward(step: list[Event]) -> tuple[list[Event], list[Event]]:
+    """Return the events before and after the start of a step's first backward, if it has several; otherwise all events,
+    and none."""
+    starts = _list_starts_of_backward(step)
+    first = min(starts) if len(starts) > 1 else math.inf
+    return [e for e in step if e["ts"] < first], [e for e in step if e["ts"] >= first]
+
+
+def _sum_earlier_backward(step: list[Event], clock: str) -> float:
+    """Return the seconds of all layers in the backwards before the last."""
+    last = max(_list_starts_of_backward(step), default=-math.inf)
+    return sum(_sum_layers((e for e in step if e["ts"] < last), trace.BACKWARD, clock).values())
+
+
+_NOT_LAYERS = {trace.FORWARD: ("forward",), trace.BACKWARD: ("backward", "wait for exchanges")}
+"""The names of events that are not layers, by category."""
+
+
+def _sum_layers(events: Iterable[Event], category: str, clock: str) -> dict[str, float]:
+    """Return the seconds of each layer in forward or backward."""
+    layers: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event["cat"] == category and event["ph"] == "X" and event["name"] not in _NOT_LAYERS[category]:
+            layers[event["name"]] += event.get(clock, event["dur"]) / 1e6
+    return layers
+
+
+def _measure_layers(steps: list[list[Event]], category: str, clock: str) -> dict[str, float]:
+    """Return the median seconds of each layer in forward or backward."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for step in steps:
-        layers: dict[str, float] = defaultdict(float)
-        for event in step:
-            if event["cat"] == category and event["ph"] == "X" and event["name"] not in without:
-                layers[event["name"]] += event.get(clock, event["dur"]) / 1e6
-        for layer, value in layers.items():
+        for layer, value in _sum_layers(step, category, clock).items():
             seconds[layer].append(value)
     return {layer: median(values) for layer, values in seconds.items()}
 
 
 def _read_gradients(steps: list[list[Event]], clock: str) -> tuple[Gradient, ...]:
     """Return the gradients in the order of the first step, with median times. A layer's times are those of its backward
-    and forward events; its gradients share them by their elements."""
+    and forward events; its gradients share them by their elements. If a step accumulates gradients, the times are those
+    of its last backward and of its first forward, in which DeAR updates parameters."""
+    last_backward = [_keep_last_backward(step) for step in steps]
     order: list[Event] = []
     names: set[str] = set()
-    for event in steps[0]:
+    for event in (*last_backward[0], *steps[0]):  # a parameter may have its gradient in an earlier backward only
         if event["cat"] == trace.GRADIENT and event["args"]["parameter"] not in names:
             order.append(event)
             names.add(event["args"]["parameter"])
@@ -156,12 +193,16 @@ def _read_gradients(steps: list[list[Event]], clock: str) -> tuple[Gradient, ...
             cause="the traced steps ran no backward, for example because they accumulate gradients",
             next_step="trace steps that call backward() and optimizer.step()",
         )
-    backward = _measure_layers(steps, trace.BACKWARD, ("backward", "wait for exchanges"), clock)
-    forward = _measure_layers(steps, trace.FORWARD, ("forward",), clock)
+    backward = _measure_layers(last_backward, trace.BACKWARD, clock)
+    parts = [_split_at_first_backward(step) for step in steps]
+    forward = _measure_layers([first for first, _ in parts], trace.FORWARD, clock)
+    accumulated = median(
+        _sum_seconds(rest, trace.FORWARD, "forward", clock) + _sum_earlier_backward(rest, clock) for _, rest in parts
+    )
     sizes: dict[str, int] = defaultdict(int)
     for event in order:
         sizes[_name_layer(event)] += event["args"]["elements"]
-    gradients = []
+    gradients: list[Gradient] = []
     for event in order:
         args, layer = event["args"], _name_layer(event)
         share = args["elements"] / sizes[layer] if sizes[layer] else 0.0
@@ -175,6 +216,9 @@ def _read_gradients(steps: list[list[Event]], clock: str) -> tuple[Gradient, ...
                 forward.get(layer, 0.0) * share if forward else None,
             )
         )
+    if forward and accumulated:  # the first forward has used all parameters before the passes that follow
+        last_layer = gradients[0]
+        gradients[0] = dataclasses.replace(last_layer, forward=(last_layer.forward or 0.0) + accumulated)
     return tuple(gradients)
 
 

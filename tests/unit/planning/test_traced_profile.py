@@ -54,6 +54,42 @@ def build_trace(bucket_elements: Mapping[int, int], algorithm: str = "hierarchic
     return {"otherData": {"nodes": 2, "ranksPerNode": [1, 1], "threads": 1, **facts}, "traceEvents": events}
 
 
+def build_accumulated_trace() -> dict[str, Any]:
+    """Return the trace of a step of 50 ms with three micro-batches. Each has a forward of 4 ms (layer `first` 1 ms,
+    layer `last` 3 ms) and a backward of 10 ms (`last` 6 ms, `first` 4 ms). The parameter `only` has a gradient in the
+    first backward only."""
+    events = [build_span(0, "step", "step 3", 0, 0.05, step=3, compute_cpu_ms=50.0, communication_cpu_ms=1.0)]
+    for start in (0.001, 0.016, 0.031):
+        events += [
+            build_span(0, "forward", "forward", start, 0.004),
+            build_span(0, "forward", "first", start, 0.001),
+            build_span(0, "forward", "last", start + 0.001, 0.003),
+            build_span(0, "backward", "backward", start + 0.004, 0.0105),
+            build_span(0, "backward", "last", start + 0.004, 0.006),
+            build_mark(0, "last.weight", 200, start + 0.010),
+            build_span(0, "backward", "first", start + 0.010, 0.004),
+            build_mark(0, "first.weight", 100, start + 0.014),
+            build_span(0, "backward", "wait for exchanges", start + 0.014, 0.0005),
+        ]
+    events += [build_mark(0, "only.weight", 10, 0.012), build_span(0, "optimizer", "optimizer", 0.047, 0.002)]
+    return {"otherData": {"nodes": 1, "ranksPerNode": [1], "threads": 1}, "traceEvents": events}
+
+
+def test_only_the_last_backward_of_an_accumulated_step_overlaps_with_exchanges() -> None:
+    profile = read_traced_profile(build_accumulated_trace())
+    gradients = [(gradient.name, gradient.elements) for gradient in profile.gradients]
+    assert gradients == [("last.weight", 200), ("first.weight", 100), ("only.weight", 10)]
+    assert [gradient.seconds for gradient in profile.gradients] == pytest.approx([0.006, 0.004, 0])
+    assert profile.forward == pytest.approx(3 * 0.004 + 2 * 0.010)
+    assert (profile.update, profile.other) == pytest.approx((0.002, 0.05 - 3 * 0.014 - 0.002))
+
+
+def test_forward_uses_all_parameters_in_the_first_micro_batch() -> None:
+    """DeAR updates a parameter before its first use."""
+    profile = read_traced_profile(build_accumulated_trace())
+    assert profile.forward_seconds == pytest.approx((0.003 + 2 * 0.014, 0.001, 0))
+
+
 @pytest.mark.parametrize("overlap", ["backward", "dear"])
 def test_the_latency_has_neither_the_bytes_of_buckets_nor_waits_for_late_ranks(overlap: str) -> None:
     content = build_trace({0: 1 << 20, 1: 1 << 12, 2: 1 << 22}, overlap=overlap)
