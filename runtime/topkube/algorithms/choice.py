@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,11 +131,22 @@ def keeps_loss(algorithm: Algorithm, nodes: int) -> bool:
     return not (algorithm.in_weights and algorithm.two_stage_from is not None and nodes >= algorithm.two_stage_from)
 
 
+@functools.lru_cache(maxsize=256)
+def find_small_algorithm(algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm that exchanges small tensors (biases, norms) if `algorithm` exchanges the others. Gradients
+    of small tensors are never compressed: `hierarchical` reduces them. Their weights travel with the other weights."""
+    if not algorithm.compresses:
+        return algorithm
+    if not algorithm.in_weights:
+        return HIERARCHICAL
+    return dataclasses.replace(algorithm, traffic=algorithm.small_traffic or algorithm.traffic)
+
+
 def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets: Sequence[BucketSize]) -> Choice:
-    """Return the predicted choice. Small buckets are never compressed: `hierarchical` reduces them."""
+    """Return the predicted choice. With algorithms that exchange weights, the prediction is that of a period of 1."""
     between = inside = seconds = 0.0
     for bucket in buckets:
-        used_algorithm = HIERARCHICAL if bucket.small and algorithm.compresses else algorithm
+        used_algorithm = find_small_algorithm(algorithm) if bucket.small else algorithm
         can_be_narrowed = bucket.itemsize == 4 and not bucket.small
         wire = dense_wire if can_be_narrowed else DENSE_WIRE.default
         scale = bucket.itemsize / 4  # the catalogue counts float32

@@ -87,7 +87,8 @@ class Algorithm:
     From `two_stage_from` nodes on, these exchanges have two stages (collectives/two_stage.py). `corrects_second_moment`
     is True if the second moment of Adam, and the norms of LARS and LAMB, are corrected for the noise of one node's
     gradient. `has_outer_step` is True if the mean change of all nodes has a momentum of its own. `least_period` is the
-    smallest allowed period.
+    smallest allowed period. `small_traffic` returns what the exchange of small tensors costs, if their values are
+    rounded in place of compressed.
 
     `implementation` is the import path "module:Class" of a subclass of `topkube.collectives.AllReduce`, which is loaded
     when the algorithm first runs. With `in_weights`, it is a subclass of
@@ -113,6 +114,7 @@ class Algorithm:
     corrects_second_moment: bool = False
     has_outer_step: bool = False
     least_period: int = 1
+    small_traffic: Callable[[Workload], Traffic] | None = None
 
     def __post_init__(self) -> None:
         if len(self.name) > _LONGEST_NAME or not re.fullmatch(rf"{NAME}(\.{NAME})?", self.name):

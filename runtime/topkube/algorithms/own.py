@@ -136,6 +136,7 @@ ONEBIT = Algorithm(
     parameters=(parameters.PERIOD, parameters.DELAY),
     in_weights=True,
     two_stage_from=own_traffic.SIGNS_IN_TWO_STAGES_FROM,
+    small_traffic=own_traffic.count_small_changes_traffic,
     corrects_second_moment=True,
     implementation="topkube.collectives.codec_all_reduce:OneBit",
 )
@@ -151,6 +152,7 @@ TOPK1BIT = Algorithm(
     parameters=(parameters.PERIOD, parameters.DELAY),
     in_weights=True,
     two_stage_from=own_traffic.SIGNS_IN_TWO_STAGES_FROM,
+    small_traffic=own_traffic.count_small_changes_traffic,
     corrects_second_moment=True,
     implementation="topkube.collectives.codec_all_reduce:TopKOneBit",
 )
@@ -270,6 +272,7 @@ SPARSELOCO = Algorithm(
     parameters=(parameters.PERIOD, parameters.DELAY),
     in_weights=True,
     two_stage_from=own_traffic.SIGNS_IN_TWO_STAGES_FROM,
+    small_traffic=own_traffic.count_small_changes_traffic,
     least_period=2,
     implementation="topkube.collectives.codec_all_reduce:SparseLoCo",
 )

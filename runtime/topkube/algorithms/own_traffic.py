@@ -190,6 +190,12 @@ def count_localsgd_traffic(workload: Workload) -> Traffic:
     )
 
 
+def count_small_changes_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of the changes of small tensors, rounded to bf16, in an exchange that sends signs or levels of
+    the others (collectives/codec_all_reduce.py)."""
+    return _count_traffic_of_changes(workload, VALUE_BYTES["bf16"] * workload.elements, SIGNS_IN_TWO_STAGES_FROM)
+
+
 def count_sparseloco_traffic(workload: Workload) -> Traffic:
     """Return the traffic of the indices, two bits and levels of the largest 1/32 of the changes of the weights."""
     count = -(-workload.elements // 32)

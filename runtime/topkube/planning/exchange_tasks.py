@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topkube import algorithms
-from topkube.algorithms import DENSE, Algorithm, Route, all_gather_memory, reduce_scatter_memory
+from topkube.algorithms import Algorithm, Route, all_gather_memory, find_small_algorithm, reduce_scatter_memory
 from topkube.algorithms.cost import count_wider_bytes
 from topkube.planning.buckets import BucketLength
 from topkube.planning.profile import HostCost, StepProfile
@@ -147,7 +146,7 @@ def estimate_exchange(
 ) -> ExchangeParts:
     """Return the parts of a bucket's exchange, from the declared costs, or from those that a trace has measured."""
     machines = situation.machines
-    used_algorithm = choose_algorithm(bucket, algorithm, machines.nodes, situation.density)
+    used_algorithm = choose_algorithm(bucket, algorithm)
     is_exact = bucket.is_always_dense or bucket.itemsize != 4
     exchange = situation.estimate_cost(used_algorithm, bucket.elements, is_exact)
     scale = bucket.itemsize / 4  # the catalogue counts float32
@@ -200,11 +199,9 @@ def estimate_weight_exchange(
     return gradient_seconds, ExchangeParts(mean.name, half, link, latency, half, 1)
 
 
-def choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, density: float) -> Algorithm:
+def choose_algorithm(bucket: BucketLength, algorithm: Algorithm) -> Algorithm:
     """Return the algorithm that exchanges the bucket if large buckets are exchanged by `algorithm`."""
-    if bucket.is_always_dense and algorithm.compresses:
-        return algorithms.resolve(DENSE, nodes, bucket.elements, density)
-    return algorithm
+    return find_small_algorithm(algorithm) if bucket.is_always_dense else algorithm
 
 
 def _estimate_share_before(algorithm: Algorithm, situation: Situation, elements: int) -> float:

@@ -208,8 +208,7 @@ def _list_decoupled_tasks(
     buckets = _plan_buckets(profile, situation, algorithm)
     exchanges = [estimate_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
     is_halved = [bucket.itemsize < 8 for bucket in buckets]  # float64 is exchanged as a whole, in backward
-    nodes = situation.machines.nodes
-    used = [choose_algorithm(bucket, algorithm, nodes, situation.density) for bucket in buckets]
+    used = [choose_algorithm(bucket, algorithm) for bucket in buckets]
     halves = [exchange.halve(each.route) for exchange, each in zip(exchanges, used, strict=True)]
     firsts = [
         first if half else exchange for exchange, (first, _), half in zip(exchanges, halves, is_halved, strict=True)

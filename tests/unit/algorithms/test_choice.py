@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,14 @@ def test_without_gpus_nccl_is_no_choice() -> None:
     machines = Machines(2, 2, 125e6, memory=10e9, latency=50e-6)
     names = {choice.algorithm.name for choice in sort_choices_by_time("auto", machines, BUCKETS, "fp32")}
     assert not any("nccl" in name for name in names)
+
+
+def test_onebit_sends_small_tensors_as_bf16_with_the_other_weights() -> None:
+    machines, buckets = Machines(4, 1, 1e6, memory=10e9, latency=0.0), [BucketSize(100_000, small=True)]
+    ranked = sort_choices_by_time("auto", machines, buckets, "fp32", list_compressed_choices("own"))
+    between = {choice.algorithm.name: choice.between for choice in ranked}
+    assert between["onebit"] == pytest.approx(3 * 100_000 * 2 / 1e6)
+    assert between["int8"] == between["hierarchical"] == pytest.approx(2 * 3 / 4 * 100_000 * 4 / 1e6)
 
 
 @given(st.floats(0.1, 1), st.floats(0.1, 1), st.floats(0.1, 1), st.floats(0.1, 1), st.floats(0, 1))

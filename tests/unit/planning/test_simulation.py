@@ -279,6 +279,23 @@ def test_a_delay_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str
     assert predict_step(profile, delayed, algorithm).step == predict_step(profile, plain, algorithm).step
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("nodes", [2, 4, 16])
+@pytest.mark.parametrize(("name", "wire"), [("localsgd", "bf16"), ("diloco", "fp32"), ("onebit", "bf16")])
+def test_weights_of_small_tensors_travel_once_in_a_period(name: str, wire: str, nodes: int, delay: int) -> None:
+    """They travel in the stages of the other weights: in the format of localsgd and diloco, or as bf16."""
+    algorithm, link, small, large = find_algorithm(name), 1e6, 512, 1 << 20
+    gradients = (*(Gradient(f"norm {number}", small, 1e-5) for number in range(100)), Gradient("weight", large, 1e-3))
+    situation = Situation(Machines(nodes, 1, link, 50e9, 0.0), wire=wire, period=100, delay=delay)
+    sent = predict_step(StepProfile("model", 1e-3, gradients), situation, algorithm).wire * link
+    if name == "onebit":
+        as_bf16 = (nodes - 1 if nodes < 8 else 2 * (nodes - 1) / nodes) * 2 * 100 * small / 100
+        expected = algorithm.traffic(situation.build_workload(algorithm, large)).sent + as_bf16
+    else:
+        expected = algorithm.traffic(situation.build_workload(algorithm, large + 100 * small)).sent
+    assert sent == pytest.approx(expected)
+
+
 def test_threads_share_cores() -> None:
     def build_tasks() -> list[Task]:
         return [Task("a", COMPUTE, 1.0), Task("b", COMMUNICATION, 0.5), Task("c", LINK, 1.8)]
