@@ -154,7 +154,9 @@ def test_the_table_shows_the_cluster_and_the_chosen_algorithm(capsys: Any) -> No
         ("--link", "1e-320bit/s"),
         ("--parameters", "0"),
         ("--parameters", "1e300"),
-        ("--memory", "20GiB"),
+        ("--memory", "20Gbit/s"),
+        ("--memory", "20mB/s"),
+        ("--memory", "0"),
         ("--density", "2"),
         ("--wire", "int8"),
         ("--dense-wire", "int8"),
@@ -164,6 +166,24 @@ def test_the_table_shows_the_cluster_and_the_chosen_algorithm(capsys: Any) -> No
 def test_invalid_options_are_refused(option: str, value: str, capsys: Any) -> None:
     assert run_app(["plan", option, value]) == 2
     assert f"{option} is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("20GB/s", 20e9), ("20 G", 20e9), ("7.2TB/s", 7.2e12), ("900 GB/s", 900e9), ("3e11", 3e11), ("16GiB/s", 16 << 30)],
+)
+def test_memory_rates_are_read_in_every_unit(text: str, value: float, capsys: Any) -> None:
+    rows = {memory: read_plan("--memory", memory, capsys=capsys)["algorithms"] for memory in (text, "1GB/s")}
+    seconds = {memory: row[0]["insideSeconds"] for memory, row in rows.items()}
+    assert seconds["1GB/s"] * 1e9 == pytest.approx(seconds[text] * value)
+
+
+def test_the_memory_of_a_device_is_read_in_powers_of_1000_or_1024(capsys: Any) -> None:
+    samples = [
+        read_plan(*RESNET, "--device-memory", memory, capsys=capsys)["advice"]["largestBatchInMemory"]
+        for memory in ("16GB", "16GiB", "16Gi", str(16 << 30))
+    ]
+    assert samples[0] < samples[1] == samples[2] == samples[3]
 
 
 @pytest.mark.parametrize("option", ["--workers", "--slots", "--cores", "--batch", "--data", "--spread"])

@@ -28,7 +28,7 @@ from topkube.algorithms import (
     sort_choices_by_time,
 )
 from topkube.cli.plan.model_profile import count_parameters, read_profile
-from topkube.cli.plan.options import PlanOptions, parse_number
+from topkube.cli.plan.options import PlanOptions, parse_number, parse_size
 from topkube.errors import ArgumentError
 from topkube.job import Aggregation, TrainingJob
 from topkube.planning.models import Model
@@ -93,7 +93,7 @@ def read_comparison(options: PlanOptions) -> Comparison:
     density, wire, dense_wire = _read_formats(options, aggregation)
     period = _read_period(options, aggregation)
     link = parse_number(options.link, r"(?:bit|b)(?:/s|ps)?", "--link") / 8
-    memory = parse_number(options.memory.replace("GB", "G"), r"(?:/s)?", "--memory")
+    memory = parse_size(options.memory, "/s", "--memory")
     if options.device not in (None, "cpu", "gpu"):
         raise ArgumentError(f"--device is {options.device!r}", next_step="choose cpu or gpu")
     profile, model = read_profile(options)

@@ -8,7 +8,7 @@ from typing import Any
 
 from topkube.algorithms import DENSE, OVERLAP, Algorithm
 from topkube.cli.plan.comparison import Comparison
-from topkube.cli.plan.options import PlanOptions, parse_number
+from topkube.cli.plan.options import PlanOptions, parse_size
 from topkube.planning import guidelines
 from topkube.planning.profile import StepProfile
 from topkube.planning.situation import Situation
@@ -71,7 +71,7 @@ def recommend(comparison: Comparison, options: PlanOptions, chosen: Algorithm) -
     factor = guidelines.find_batch_factor(profile, situation, chosen, EFFICIENCY)
     largest_batch = None
     if options.device_memory is not None and comparison.model is not None:
-        memory = parse_number(options.device_memory.replace("GB", "G").replace("Gi", "G"), "B?", "--device-memory")
+        memory = parse_size(options.device_memory, "", "--device-memory")
         largest_batch = guidelines.count_most_samples(
             memory, comparison.elements, comparison.model.activations, chosen, situation
         )
