@@ -43,9 +43,12 @@ def plan_bucket_lengths(
     is the bytes of gradients that pass the link per second (0: unknown), `crowding` the ranks per processor, and
     `dense_wire` the format of dense values between nodes."""
     largest = _find_largest_bucket(profile, algorithm, nodes, ranks)
-    if largest is not None:
-        rate, crowding = 0.0, 1.0  # they change nothing
-    return _plan_buckets(profile.gradients, largest, rate, crowding, _can_mix(algorithm, dense_wire))
+    ends: frozenset[int] = frozenset()
+    if largest is None:
+        from topkube.training.exchange.buckets.fusion import find_overlap_ends
+
+        ends = frozenset(find_overlap_ends(_build_parameters(profile.gradients), rate, crowding))
+    return _fill_buckets(profile.gradients, largest, ends, _can_mix(algorithm, dense_wire))
 
 
 def _find_largest_bucket(profile: StepProfile, algorithm: Algorithm, nodes: int, ranks: int) -> int | None:
@@ -67,17 +70,15 @@ def _can_mix(algorithm: Algorithm, dense_wire: str) -> bool:
     return can_mix(algorithm, dense_wire)
 
 
-@functools.lru_cache(maxsize=64)
-def _plan_buckets(
-    gradients: tuple[Gradient, ...], largest: int | None, rate: float, crowding: float, mixes: bool
-) -> tuple[BucketLength, ...]:
+@functools.lru_cache(maxsize=4)
+def _build_parameters(gradients: tuple[Gradient, ...]) -> list[Any]:
+    """Return what the bucket rule reads of the parameters of the gradients."""
     import torch
 
-    from topkube.training.exchange.buckets.fusion import plan_buckets
     from topkube.training.exchange.buckets.parameter import SMALL_ELEMENTS
 
     dtype_of_itemsize = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-    parameters: list[Any] = [
+    return [
         SimpleNamespace(
             position=position,
             length=gradient.elements,
@@ -87,7 +88,16 @@ def _plan_buckets(
         )
         for position, gradient in enumerate(gradients)
     ]
-    planned = plan_buckets(parameters, largest, rate, crowding, mixes)
+
+
+@functools.lru_cache(maxsize=64)
+def _fill_buckets(
+    gradients: tuple[Gradient, ...], largest: int | None, ends: frozenset[int], mixes: bool
+) -> tuple[BucketLength, ...]:
+    """Return the buckets with these ends. Many rates have the same ends."""
+    from topkube.training.exchange.buckets.fusion import BUCKET_BYTES, fill_buckets
+
+    planned = fill_buckets(_build_parameters(gradients), BUCKET_BYTES if largest is None else largest, ends, mixes)
     last_position, lengths = -1, []
     for number, bucket in enumerate(planned):
         members: list[Any] = bucket.parameters

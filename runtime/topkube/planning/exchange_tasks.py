@@ -141,6 +141,20 @@ def _packs_on_device(algorithm: Algorithm) -> bool:
     return implementation.codec([], 0, "fp32").works_on_device
 
 
+def estimate_exchanges(
+    buckets: Sequence[BucketLength], profile: StepProfile, situation: Situation, algorithm: Algorithm
+) -> list[ExchangeParts]:
+    """Return the parts of the exchange of each bucket. Buckets of equal layers are estimated once."""
+    estimates: dict[object, ExchangeParts] = {}
+    exchanges = []
+    for bucket in buckets:
+        kind = (bucket.elements, bucket.itemsize, bucket.is_always_dense, bucket.pieces, bucket.tensors)
+        if kind not in estimates:
+            estimates[kind] = estimate_exchange(bucket, profile, situation, algorithm)
+        exchanges.append(dataclasses.replace(estimates[kind], name=bucket.name))
+    return exchanges
+
+
 def estimate_exchange(
     bucket: BucketLength, profile: StepProfile, situation: Situation, algorithm: Algorithm
 ) -> ExchangeParts:

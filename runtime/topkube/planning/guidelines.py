@@ -38,14 +38,12 @@ def change_link(situation: Situation, link: float) -> Situation:
     return dataclasses.replace(situation, machines=dataclasses.replace(situation.machines, link=link))
 
 
-def predict_sweep(
-    profile: StepProfile, situation: Situation, algorithms: list[Algorithm]
-) -> list[tuple[int, list[Prediction]]]:
-    """Return the predictions of all algorithms for each of NODES."""
-    return [
-        (nodes, [predict_step(profile, change_nodes(situation, nodes), algorithm) for algorithm in algorithms])
-        for nodes in NODES
-    ]
+def predict_nodes(
+    profile: StepProfile, situation: Situation, algorithms: list[Algorithm], nodes: int
+) -> list[Prediction]:
+    """Return the predictions of all algorithms for a number of nodes, without their tasks, which need much memory."""
+    changed = change_nodes(situation, nodes)
+    return [dataclasses.replace(predict_step(profile, changed, algorithm), tasks=()) for algorithm in algorithms]
 
 
 def find_most_nodes(profile: StepProfile, situation: Situation, algorithm: Algorithm, efficiency: float) -> int:
@@ -104,30 +102,38 @@ class BreakEven:
     is_faster: bool
 
 
-def find_break_even(profile: StepProfile, situation: Situation, algorithm: Algorithm, dense: Algorithm) -> BreakEven:
-    """Return the break-even link of `algorithm` against `dense` on this cluster."""
+class BreakEvenSearch:
+    """The search for the break-even links of algorithms against `dense` on a cluster. All searches begin with the same
+    links, so the steps of `dense` are kept."""
 
-    def is_dense_better(link: float) -> bool:
-        changed = change_link(situation, link)
-        return (
-            predict_step(profile, changed, dense).step * (1 - LEAST_SAVING)
-            <= predict_step(profile, changed, algorithm).step
-        )
+    def __init__(self, profile: StepProfile, situation: Situation, dense: Algorithm) -> None:
+        self._profile, self._situation, self._dense = profile, situation, dense
+        self._dense_seconds: dict[float, float] = {}
+        """The step of `dense` by the link in bytes per second."""
 
-    slow, fast = _LINK_BOUNDS
-    if is_dense_better(slow):
-        return BreakEven(None, False)
-    link = _find_smallest(is_dense_better, slow, fast)
-    return BreakEven(link, link is None)
+    def find(self, algorithm: Algorithm) -> BreakEven:
+        """Return the break-even link of `algorithm`."""
+        slow, fast = _LINK_BOUNDS
+        link = _find_smallest(lambda link: self._is_dense_better(algorithm, link), slow, fast)
+        if link == slow:
+            return BreakEven(None, False)
+        return BreakEven(link, link is None)
+
+    def _is_dense_better(self, algorithm: Algorithm, link: float) -> bool:
+        changed = change_link(self._situation, link)
+        if link not in self._dense_seconds:
+            self._dense_seconds[link] = predict_step(self._profile, changed, self._dense).step
+        least = self._dense_seconds[link] * (1 - LEAST_SAVING)
+        return least <= predict_step(self._profile, changed, algorithm).step
 
 
 def _find_smallest(is_reached: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return the smallest value of [low, high], to 1%, for which `is_reached` is True; None if it is False at `high`.
-    `is_reached` must be False below a value and True above it."""
-    if not is_reached(high):
-        return None
+    """Return the smallest value of [low, high], to 1%, for which `is_reached` is True; `low` if it is True there,
+    None if it is False at both ends. `is_reached` must be False below a value and True above it."""
     if is_reached(low):
         return low
+    if not is_reached(high):
+        return None
     while high / low > 1.01:
         middle = math.sqrt(low * high)
         if is_reached(middle):

@@ -29,7 +29,7 @@ from topkube.planning.exchange_tasks import (
     choose_algorithm,
     count_weights_window,
     count_window,
-    estimate_exchange,
+    estimate_exchanges,
     estimate_weight_exchange,
 )
 from topkube.planning.profile import StepProfile
@@ -112,7 +112,7 @@ def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm
     tasks.add("forward", COMPUTE, profile.forward * slowdown, *(() if situation.is_input_pipelined else (data,)))
     buckets = _plan_buckets(profile, situation, algorithm)
     ready, end = _add_backward(tasks, profile, buckets, slowdown)
-    exchanges = [estimate_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
+    exchanges = estimate_exchanges(buckets, profile, situation, algorithm)
     if not situation.overlap:
         exchanges = [exchange.merge_pieces() for exchange in exchanges]
     if algorithm.in_weights:  # nodes exchange their weights in the optimizer's step
@@ -206,7 +206,7 @@ def _list_decoupled_tasks(
     from topkube.collectives.overlapped import UNDER_WAY
 
     buckets = _plan_buckets(profile, situation, algorithm)
-    exchanges = [estimate_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
+    exchanges = estimate_exchanges(buckets, profile, situation, algorithm)
     is_halved = [bucket.itemsize < 8 for bucket in buckets]  # float64 is exchanged as a whole, in backward
     used = [choose_algorithm(bucket, algorithm) for bucket in buckets]
     halves = [exchange.halve(each.route) for exchange, each in zip(exchanges, used, strict=True)]

@@ -394,7 +394,7 @@ def test_beyond_the_break_even_link_the_gain_is_too_small() -> None:
     profile = find_model("resnet50").build_profile(0.05)
     situation = Situation(Machines(16, 1, 1e9, 3e11))
     dense, sparse = find_algorithm("hierarchical"), find_algorithm("hitopk")
-    even = guidelines.find_break_even(profile, situation, sparse, dense)
+    even = guidelines.BreakEvenSearch(profile, situation, dense).find(sparse)
     assert even.link is not None
 
     def predict_gain(link: float) -> float:
@@ -405,9 +405,30 @@ def test_beyond_the_break_even_link_the_gain_is_too_small() -> None:
     assert predict_gain(even.link) == pytest.approx(1 / (1 - guidelines.LEAST_SAVING), abs=0.01)
     assert predict_gain(even.link * 2) < 1 / (1 - guidelines.LEAST_SAVING)
     many = guidelines.change_nodes(situation, 4096)
-    assert guidelines.find_break_even(profile, many, find_algorithm("naive"), dense) == guidelines.BreakEven(
-        None, False
-    )
+    naive = find_algorithm("naive")
+    assert guidelines.BreakEvenSearch(profile, many, dense).find(naive) == guidelines.BreakEven(None, False)
+
+
+def test_break_even_links_of_all_algorithms_share_the_steps_of_the_dense_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted: list[tuple[str, float]] = []
+
+    def count_predictions(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> Prediction:
+        predicted.append((algorithm.name, situation.machines.link))
+        return predict_step(profile, situation, algorithm)
+
+    monkeypatch.setattr(guidelines, "predict_step", count_predictions)
+    profile, situation = find_model("resnet50").build_profile(0.05), Situation(Machines(16, 1, 1e9, 3e11))
+    search = guidelines.BreakEvenSearch(profile, situation, find_algorithm("hierarchical"))
+    assert all(search.find(find_algorithm(name)).link for name in ("hitopk", "int8", "acpsgd"))
+    assert len(predicted) == len(set(predicted))
+
+
+def test_equal_buckets_have_equal_exchanges_of_their_own_names() -> None:
+    profile = StepProfile("x", 0.1, tuple(Gradient(str(number), 10**7, 0.01) for number in range(6)))
+    prediction = predict_step(profile, Situation(Machines(2, 1, 1e9, 3e11)), find_algorithm("hitopk"))
+    sent = {task.name: task.seconds for task in prediction.tasks if task.lane == LINK}
+    assert list(sent) == [f"send bucket {number}" for number in range(6)]
+    assert len(set(sent.values())) == 1
 
 
 def test_the_recommended_batch_and_workers_are_the_first_that_suffice() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+from rich.console import Console
+
 from topkube.cli.plan.comparison import read_comparison
 from topkube.cli.plan.options import PlanOptions
+from topkube.cli.plan.progress import PlanProgress
 from topkube.cli.plan.report import describe_situation, print_recommendations, print_sweep, print_table
-from topkube.cli.plan.results import build_json, predict_exchange, recommend
+from topkube.cli.plan.results import build_json, predict_exchange, predict_sweep, recommend
 from topkube.errors import ArgumentError
 from topkube.planning import guidelines
 from topkube.planning.picture import draw_sweep
@@ -18,11 +21,9 @@ def show_plan(options: PlanOptions) -> None:
     comparison = read_comparison(options)
     chosen = comparison.resolve(comparison.wanted)
     rows = [predict_exchange(comparison, algorithm, algorithm == chosen) for algorithm in comparison.listed]
-    swept = (
-        guidelines.predict_sweep(comparison.profile, comparison.situation, comparison.listed)
-        if comparison.profile
-        else []
-    )
+    with PlanProgress(Console(stderr=True), len(guidelines.NODES) + len(comparison.listed)) as progress:
+        swept = predict_sweep(comparison, progress)
+        advice = recommend(comparison, options, chosen, progress) if comparison.profile else None
     if options.plot is not None:
         if comparison.profile is None:
             raise ArgumentError("--plot needs the time of a step", next_step="add --compute SECONDS or --trace FILE")
@@ -31,7 +32,6 @@ def show_plan(options: PlanOptions) -> None:
             options.plot,
             f"{comparison.profile.name}: {describe_situation(comparison, options, with_nodes=False)}",
         )
-    advice = recommend(comparison, options, chosen) if comparison.profile else None
     if options.json:
         print(json.dumps(build_json(comparison, rows, swept, advice, chosen), indent=1))
         return

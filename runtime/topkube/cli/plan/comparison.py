@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from topkube import algorithms
 from topkube.algorithms import (
@@ -34,7 +34,7 @@ from topkube.job import Aggregation, TrainingJob
 from topkube.planning.models import Model
 from topkube.planning.profile import StepProfile
 from topkube.planning.situation import Situation
-from topkube.planning.step import predict_step
+from topkube.planning.step import Prediction, predict_step
 
 _LATENCY = 50e-6
 """The latency of a message between nodes, in seconds, if no trace has measured it."""
@@ -56,6 +56,8 @@ class Comparison:
     model: Model | None
     compressed_choices: tuple[Algorithm, ...] = ()
     """The algorithms that compress and that `auto` may stand for."""
+    _predictions: dict[str, Prediction] = field(default_factory=dict)
+    """The steps that were predicted, by the name of the algorithm."""
 
     @property
     def machines(self) -> Machines:
@@ -69,12 +71,15 @@ class Comparison:
         if name != AUTO or not self.compressed_choices or self.profile is None:
             return dense
         allowed = [choice for choice in self.compressed_choices if keeps_loss(choice, self.machines.nodes)]
-        dense_seconds, seconds = self._predict_step(dense), [self._predict_step(choice) for choice in allowed]
+        dense_seconds, seconds = self.predict_step(dense).step, [self.predict_step(one).step for one in allowed]
         return find_least_change(allowed, seconds, dense_seconds, dense_seconds) or dense
 
-    def _predict_step(self, algorithm: Algorithm) -> float:
+    def predict_step(self, algorithm: Algorithm) -> Prediction:
+        """Return the prediction of a step on this cluster with the algorithm. The time of a step must be known."""
         assert self.profile is not None
-        return predict_step(self.profile, self.situation, algorithm).step
+        if algorithm.name not in self._predictions:
+            self._predictions[algorithm.name] = predict_step(self.profile, self.situation, algorithm)
+        return self._predictions[algorithm.name]
 
 
 def _find_choice(name: str, machines: Machines, elements: int, dense_wire: str) -> Choice:

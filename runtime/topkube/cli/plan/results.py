@@ -9,6 +9,7 @@ from typing import Any
 from topkube.algorithms import DENSE, OVERLAP, Algorithm
 from topkube.cli.plan.comparison import Comparison
 from topkube.cli.plan.options import PlanOptions, parse_size
+from topkube.cli.plan.progress import PlanProgress
 from topkube.planning import guidelines
 from topkube.planning.profile import StepProfile
 from topkube.planning.situation import Situation
@@ -53,7 +54,7 @@ def predict_exchange(comparison: Comparison, algorithm: Algorithm, chosen: bool)
         "stateBytes": algorithm.state_bytes(situation.build_workload(algorithm, comparison.elements)),
     }
     if comparison.profile is not None:
-        row |= _describe_step(predict_step(comparison.profile, situation, algorithm))
+        row |= _describe_step(comparison.predict_step(algorithm))
     return row
 
 
@@ -61,13 +62,26 @@ def _describe_step(prediction: Prediction) -> dict[str, float]:
     return {"stepSeconds": prediction.step, "efficiency": prediction.efficiency}
 
 
-def recommend(comparison: Comparison, options: PlanOptions, chosen: Algorithm) -> dict[str, Any]:
+def predict_sweep(comparison: Comparison, progress: PlanProgress) -> list[tuple[int, list[Prediction]]]:
+    """Return the predictions of all algorithms for each of NODES; none if the time of a step is unknown."""
+    profile = comparison.profile
+    if profile is None:
+        return []
+    return [
+        (nodes, guidelines.predict_nodes(profile, comparison.situation, comparison.listed, nodes))
+        for nodes in progress.track(guidelines.NODES)
+    ]
+
+
+def recommend(
+    comparison: Comparison, options: PlanOptions, chosen: Algorithm, progress: PlanProgress
+) -> dict[str, Any]:
     """Return the recommendations by name. A batch is a number of samples per rank with --batch, and a multiple of the
     present batch without it."""
     assert comparison.profile is not None
     profile, situation, dense = comparison.profile, comparison.situation, comparison.resolve(DENSE)
-    fastest = min(comparison.listed, key=lambda algorithm: predict_step(profile, situation, algorithm).step)
-    prediction = predict_step(profile, situation, chosen)
+    fastest = min(comparison.listed, key=lambda algorithm: comparison.predict_step(algorithm).step)
+    prediction = comparison.predict_step(chosen)
     factor = guidelines.find_batch_factor(profile, situation, chosen, EFFICIENCY)
     largest_batch = None
     if options.device_memory is not None and comparison.model is not None:
@@ -75,9 +89,10 @@ def recommend(comparison: Comparison, options: PlanOptions, chosen: Algorithm) -
         largest_batch = guidelines.count_most_samples(
             memory, comparison.elements, comparison.model.activations, chosen, situation
         )
+    search = guidelines.BreakEvenSearch(profile, situation, dense)
     break_even_links = {
-        algorithm.name: guidelines.find_break_even(profile, situation, algorithm, dense)
-        for algorithm in comparison.listed
+        algorithm.name: search.find(algorithm)
+        for algorithm in progress.track(comparison.listed)
         if algorithm.compresses
     }
     return {
