@@ -411,6 +411,16 @@ def test_one_optimizer_at_a_time_measures_its_choice(monkeypatch: Any) -> None:
     assert measured is not None
 
 
+def test_many_optimizers_do_not_take_the_turn_from_each_other(monkeypatch: Any) -> None:
+    first, *others = (build_compressing(monkeypatch) for _ in range(60))
+    for other in others:
+        other._world = first._world
+    for step in range(SKIPPED_STEPS + COUNTED_STEPS):
+        measured = first.note_step(float(step), (0.0, 0.0))
+        assert all(other.note_step(step + 0.5, (0.0, 0.0)) is None for other in others)
+    assert measured is not None
+
+
 def test_an_optimizer_that_makes_no_steps_keeps_no_other_from_measuring(monkeypatch: Any) -> None:
     first = build_compressing(monkeypatch)
     second = build_compressing(monkeypatch)

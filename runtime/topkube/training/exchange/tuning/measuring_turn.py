@@ -12,7 +12,8 @@ from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_S
 from topkube.world import World
 
 _LONGEST_ABSENCE = 4 * (SKIPPED_STEPS + COUNTED_STEPS)
-"""If others ask for the turn so often while its holder makes no step, they get it: the optimizer may be unused."""
+"""An optimizer that makes more steps than this, while the holder makes none, gets the turn: the holder may be
+unused."""
 
 
 class MeasuringTurn:
@@ -20,16 +21,19 @@ class MeasuringTurn:
 
     def __init__(self) -> None:
         self._holder: weakref.ref[object] | None = None
-        self._absence = 0
+        self._steps_since: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        """The steps of the others since the last step of the holder."""
 
     def take(self, asker: object) -> bool:
         """Return True if `asker`, whose step has ended, has the turn."""
         holder = self._holder() if self._holder is not None else None
-        self._absence = 0 if holder is asker else self._absence + 1
-        if holder is None or self._absence > _LONGEST_ABSENCE:
-            self._holder, self._absence = weakref.ref(asker), 0
-            return True
-        return holder is asker
+        if holder is not asker:
+            self._steps_since[asker] = self._steps_since.get(asker, 0) + 1
+            if holder is not None and self._steps_since[asker] <= _LONGEST_ABSENCE:
+                return False
+            self._holder = weakref.ref(asker)
+        self._steps_since.clear()
+        return True
 
     def leave(self, asker: object) -> None:
         """Give the turn back, if `asker` has it."""
