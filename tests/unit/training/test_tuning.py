@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import random
@@ -419,6 +420,21 @@ def test_many_optimizers_do_not_take_the_turn_from_each_other(monkeypatch: Any) 
         measured = first.note_step(float(step), (0.0, 0.0))
         assert all(other.note_step(step + 0.5, (0.0, 0.0)) is None for other in others)
     assert measured is not None
+
+
+def test_ranks_pass_the_turn_at_the_same_step_whenever_they_free_an_optimizer(monkeypatch: Any) -> None:
+    """Python frees an optimizer at another time on each rank. A rank that measured alone would wait for the others."""
+    measured_at = []
+    for is_freed in (False, True):
+        first, second = build_compressing(monkeypatch), build_compressing(monkeypatch)
+        second._world, kept = first._world, [first]
+        assert first.note_step(0.0, (0.0, 0.0)) is None
+        del first
+        if is_freed:
+            kept.clear()
+            gc.collect()
+        measured_at.append([step for step in range(1, 100) if second.note_step(float(step), (0.0, 0.0))])
+    assert measured_at[0] == measured_at[1] != []
 
 
 def test_an_optimizer_that_makes_no_steps_keeps_no_other_from_measuring(monkeypatch: Any) -> None:

@@ -6,8 +6,6 @@ the same steps, each would take the gain of the others for its own.
 
 from __future__ import annotations
 
-import weakref
-
 from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS
 from topkube.world import World
 
@@ -17,27 +15,28 @@ unused."""
 
 
 class MeasuringTurn:
-    """The turn in one world. Ranks make the same steps in the same order, so it has the same holder on all of them."""
+    """The turn in one world. Optimizers ask with a key of their own. Ranks make the same steps in the same order, so
+    the turn has the same holder on all of them: it counts steps only, and does not see if an optimizer is gone, which
+    each rank notices at another time."""
 
     def __init__(self) -> None:
-        self._holder: weakref.ref[object] | None = None
-        self._steps_since: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._holder: object | None = None
+        self._steps_since: dict[object, int] = {}
         """The steps of the others since the last step of the holder."""
 
-    def take(self, asker: object) -> bool:
-        """Return True if `asker`, whose step has ended, has the turn."""
-        holder = self._holder() if self._holder is not None else None
-        if holder is not asker:
-            self._steps_since[asker] = self._steps_since.get(asker, 0) + 1
-            if holder is not None and self._steps_since[asker] <= _LONGEST_ABSENCE:
+    def take(self, key: object) -> bool:
+        """Return True if the optimizer with this key, whose step has ended, has the turn."""
+        if self._holder is not key:
+            self._steps_since[key] = self._steps_since.get(key, 0) + 1
+            if self._holder is not None and self._steps_since[key] <= _LONGEST_ABSENCE:
                 return False
-            self._holder = weakref.ref(asker)
+            self._holder = key
         self._steps_since.clear()
         return True
 
-    def leave(self, asker: object) -> None:
-        """Give the turn back, if `asker` has it."""
-        if self._holder is not None and self._holder() is asker:
+    def leave(self, key: object) -> None:
+        """Give the turn back, if the optimizer with this key has it."""
+        if self._holder is key:
             self._holder = None
 
 

@@ -97,7 +97,7 @@ class Tuning:
         self._probed: Machines | None = None
         """The machines as they were measured at the start, not fitted."""
         self._is_settled = self._must_repeat = False
-        self._times = StepTimes()
+        self._times, self._turn_key = StepTimes(), object()
 
     @property
     def rate(self) -> float:
@@ -170,7 +170,7 @@ class Tuning:
 
     def leave(self) -> None:
         """Let another optimizer measure its choice. All ranks call this between the same two steps."""
-        find_measuring_turn(self._world).leave(self)
+        find_measuring_turn(self._world).leave(self._turn_key)
 
     @property
     def is_sending_residuals(self) -> bool:
@@ -195,7 +195,7 @@ class Tuning:
         before that, return None."""
         if self.choice is None or self._is_settled or self.is_sending_residuals:
             return None
-        if not find_measuring_turn(self._world).take(self):
+        if not find_measuring_turn(self._world).take(self._turn_key):
             self._times.restart()
             return None
         period = self._aggregation.period if self.choice.algorithm.in_weights else 1
