@@ -18,6 +18,7 @@ import topkube
 from topkube.errors import ArgumentError, TrainingError, WorldError
 from topkube.settings import Settings
 from topkube.telemetry.progress import read_records
+from topkube.world.world import open_worlds
 from unit.training.one_rank import SAM, Lookahead, build_model, build_optimizer, run_backward
 
 
@@ -28,7 +29,7 @@ def world() -> None:
 
 
 def test_an_optimizer_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topkube.world._world", None)
+    monkeypatch.setattr(open_worlds, "whole", None)
     with pytest.raises(WorldError, match="init"):
         build_optimizer(build_model())
 

@@ -13,6 +13,7 @@ import topkube
 from topkube.examples.options import set_threads
 from topkube.launch.host.environment import set_defaults
 from topkube.processors import count_own_threads, count_threads_per_rank
+from topkube.world.world import open_worlds
 
 
 @given(processors=st.integers(1, 512), ranks=st.integers(1, 4096))
@@ -46,7 +47,7 @@ def test_a_rank_has_its_share_of_the_processors_that_it_may_use(
 def two_nodes_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is alone on its node, beside another node on the same two cores."""
     world = SimpleNamespace(local_size=1, threads=count_threads_per_rank(2, 2))
-    monkeypatch.setattr("topkube.world._world", world)
+    monkeypatch.setattr(open_worlds, "whole", world)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     before = torch.get_num_threads()
     yield

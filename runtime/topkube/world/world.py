@@ -1,17 +1,9 @@
-"""The world of ranks: MPI communicators, the nodes, the place of this rank, and waits with a deadline.
-
-Only mpi4py calls MPI. MPI runs with MPI_THREAD_MULTIPLE, because training exchanges gradients on a separate thread.
-Ranks that share memory form a node. `TOPKUBE_RANKS_PER_NODE=2,2` declares the nodes instead, so that one machine can
-act as several nodes.
-"""
+"""The class of worlds: communicators, nodes, the place of this rank, and waits with a deadline."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,29 +15,21 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from topkube.algorithms.cost import list_partners
 from topkube.control import Control, build_timeout
-from topkube.environment import chooses_malloc, read_process_launch
 from topkube.errors import ArgumentError, CollectiveError, WorldError
-from topkube.heap import count_kept_bytes, keep_freed_memory
-from topkube.heartbeat import Heartbeat, open_heartbeat
-from topkube.launch_check import VERSION, check_launch, check_versions
+from topkube.heartbeat import Heartbeat
 from topkube.links import (
     LinkChoice,
     Links,
     LostConnections,
     are_links_messages,
-    count_lanes,
     explain_trouble,
-    open_links,
 )
-from topkube.mpi_exit import end_together, forget_exit
-from topkube.mpi_start import agree_on_window, explain_mpi_errors, free_handles, load_mpi, share_window
-from topkube.processors import count_own_threads, limit_to_cgroup
+from topkube.mpi_exit import forget_exit
+from topkube.mpi_start import free_handles
 from topkube.roll_call import RollCall
-from topkube.settings import Settings
-from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
-from topkube.waiting import advance_messages, choose_patience, wait_for_all_ranks, wait_for_links, wait_until
+from topkube.topology import Nodes
+from topkube.waiting import advance_messages, choose_patience, wait_for_links, wait_until
 
 
 class WaitSeries(IntEnum):
@@ -274,24 +258,24 @@ class World:
         """Free the communicators and the shared memory of a sub-world. All of its ranks call this together, when no
         rank uses it any more. Raises ArgumentError for the world of all ranks, and CollectiveTimeout if a rank does not
         call this function."""
-        if self is _world:
+        if self is open_worlds.whole:
             raise ArgumentError("this is the world of all ranks", next_step="call topkube.shutdown()")
         self.enter(WaitSeries.CALL)
         if self.size > 1:
             self.wait([self.calls_comm.Ibarrier()], "close()", series=WaitSeries.CALL)
-        _sub_worlds[:] = [world for world in _sub_worlds if world is not self]
+        open_worlds.parts[:] = [world for world in open_worlds.parts if world is not self]
         with contextlib.ExitStack() as stack:
-            self._drop(stack)
-        self._free()
+            self.drop(stack)
+        self.free()
 
-    def _drop(self, stack: contextlib.ExitStack) -> None:
+    def drop(self, stack: contextlib.ExitStack) -> None:
         """Have `stack` call what belongs to the end of the world, also if a part of it raises an error."""
         stack.callback(self.cache.clear)
         for end in self.at_end:
             stack.callback(end)
         self.at_end.clear()
 
-    def _free(self) -> None:
+    def free(self) -> None:
         """Free what MPI holds for the world. All of its ranks call this together."""
         self.is_closed, self.window = True, np.zeros(0, np.uint8)  # the memory of the window disappears
         handles, self.handles = self.handles[::-1], []
@@ -302,8 +286,6 @@ class World:
         return tuple(self.members[rank] for rank in ranks)
 
 
-_MEETING_PAUSE_SECONDS = 1e-3
-"""The time between two checks of `shutdown` if all ranks have called it."""
 _leaving: set[int] = set()
 """The identities of the threads that must leave their waits."""
 
@@ -314,225 +296,12 @@ def leave_waits(thread: int) -> None:
     _leaving.add(thread)
 
 
-_world: World | None = None
-_sub_worlds: list[World] = []
+class OpenWorlds:
+    """The worlds of this process that were not closed: the world of all ranks, None before `init`, and sub-worlds."""
+
+    def __init__(self) -> None:
+        self.whole: World | None = None
+        self.parts: list[World] = []
 
 
-def init(settings: Settings | None = None) -> World:
-    """Start MPI if needed, and detect the topology. A second call returns the same world.
-
-    From now on, if one rank's program ends with an exception or a status other than 0, all ranks end (`mpi_exit`).
-    Raises WorldError if there is no MPI, if ranks use different MPIs, or if the declared nodes do not match the ranks.
-    Raises CollectiveTimeout if a rank does not call this function in time.
-    """
-    global _world
-    if _world is not None:
-        return _world
-    settings = settings or Settings.from_environment()
-    MPI = load_mpi()
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    wait_for_all_ranks(MPI.COMM_WORLD, settings.deadline_seconds)
-    with explain_mpi_errors(MPI):
-        comm = MPI.COMM_WORLD.Dup()
-    library = MPI.Get_library_version().strip("\0").splitlines()[0]
-    check_launch(comm.size, library, read_process_launch(), settings.expected_ranks)
-    machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    host, affinity = machine.bcast(comm.rank), frozenset(os.sched_getaffinity(0))
-    hosts = check_versions(comm.allgather((host, VERSION)))
-    affinities = machine.allgather(affinity)
-    processors = limit_to_cgroup(len(frozenset().union(*affinities)))
-    threads = count_own_threads(affinity, affinities, processors)
-    host_rank = machine.rank
-    machine.Free()
-    _world = _create_world(
-        MPI,
-        comm,
-        parse_declared_nodes(settings.ranks_per_node, hosts) if settings.ranks_per_node else hosts,
-        tuple(range(comm.size)),
-        deadline_seconds=settings.deadline_seconds,
-        run_directory=settings.run_path,
-        heartbeat=open_heartbeat(settings.run_path, comm.rank) if settings.run_path is not None else None,
-        crowding=len(affinities) / processors,
-        threads=threads,
-        host_rank=host_rank,
-        host_size=len(affinities),
-        link_choice=LinkChoice(
-            settings.links, tuple(hosts), settings.pod_ip, count_lanes(settings.connections, threads)
-        ),
-    )
-    if not chooses_malloc():
-        keep_freed_memory(count_kept_bytes(len(affinities)))
-    end_together(MPI.COMM_WORLD)
-    atexit.register(_drop_worlds)
-    return _world
-
-
-def create_sub_world(parent: World, ranks: Sequence[int], has_window: bool = True) -> World | None:
-    """Return the world of `ranks` of `parent`, in their order, on these ranks, and None on other ranks. All ranks of
-    `parent` must call this function; `topkube.new_world` first checks that they agree. A world without a window
-    (`has_window`) needs no shared memory; its ranks exchange between nodes only."""
-    from mpi4py import MPI
-
-    member = {rank: number for number, rank in enumerate(ranks)}
-    with explain_mpi_errors(MPI):
-        comm = parent.comm.Split(0 if parent.rank in member else MPI.UNDEFINED, member.get(parent.rank, 0))
-    if comm == MPI.COMM_NULL:
-        return None
-    homes = find_nodes_of_ranks(parent.node_ranks)
-    world = _create_world(
-        MPI,
-        comm,
-        [homes[rank] for rank in ranks],
-        parent.translate_ranks(ranks),
-        has_window=has_window,
-        is_sub_world=True,
-        deadline_seconds=parent.deadline_seconds,
-        run_directory=parent.run_directory,
-        heartbeat=parent.heartbeat,
-        crowding=parent.crowding,
-        threads=parent.threads,
-        host_rank=parent.host_rank,
-        host_size=parent.host_size,
-        link_choice=parent.link_choice.select(ranks),
-    )
-    _sub_worlds.append(world)
-    return world
-
-
-def _create_world(
-    MPI: Any,
-    comm: Any,
-    homes: Sequence[int],
-    members: tuple[int, ...],
-    crowding: float,
-    link_choice: LinkChoice,
-    has_window: bool = True,
-    is_sub_world: bool = False,
-    **more: Any,
-) -> World:
-    """Return the world of all ranks of `comm`; `homes` has the node of each rank. All ranks must call this function."""
-    node_ranks = group_by_home(homes)
-    node = find_nodes_of_ranks(node_ranks)[comm.rank]
-    shards = min(map(len, node_ranks))
-    handles, window, links = [comm], np.zeros(0, np.uint8), None
-    try:
-        with explain_mpi_errors(MPI):
-            handles.append(node_comm := comm.Split(node, comm.rank))
-            window_bytes = agree_on_window(MPI, comm, node_comm, is_sub_world) if has_window else 0
-            # By node: the rank of a node among the others is its number for all local ranks, in whatever order ranks
-            # come.
-            cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, node)
-            if cross != MPI.COMM_NULL:
-                handles.append(cross)
-            control, agreement, calls_comm = duplicates = [comm.Dup() for _ in range(3)]
-            handles += duplicates
-            if has_window:
-                window, handle = share_window(MPI, node_comm, window_bytes)
-                handles += [handle] if handle is not None else []
-    except WorldError:
-        free_handles(handles[::-1])
-        raise
-    if cross != MPI.COMM_NULL:
-        equals = [ranks[node_comm.rank] for ranks in node_ranks]
-        links = open_links(cross, equals, link_choice, list_partners(cross.rank, cross.size))
-    world = World(
-        comm=comm,
-        node_comm=node_comm,
-        cross_comm=None if cross == MPI.COMM_NULL else cross,
-        rank=comm.rank,
-        size=comm.size,
-        local_rank=node_comm.rank,
-        local_size=node_comm.size,
-        node=node,
-        nodes=len(node_ranks),
-        shards=shards,
-        node_ranks=node_ranks,
-        control=Control(control, crowding),
-        agreement=agreement,
-        calls_comm=calls_comm,
-        window=window,
-        handles=handles,
-        members=members,
-        crowding=crowding,
-        link_choice=link_choice,
-        links=links,
-        **more,
-    )
-    if links is not None:
-        world.at_end.append(links.close)
-    return world
-
-
-def shutdown() -> None:
-    """Drop the world and all sub-worlds, and free what MPI holds for them; the next `init` creates a new world. All
-    ranks must call this function. It waits for them, and frees nothing if one does not come before the deadline, or if
-    an exception is on its way out of the script. MPI itself ends with the process."""
-    worlds = [*reversed(_sub_worlds), *([_world] if _world is not None else [])]
-    _drop_worlds()
-    if worlds and sys.exc_info()[0] is None and _meet_at_end(worlds[-1]):
-        for world in worlds:
-            world._free()
-    for world in worlds:
-        world.is_closed = True
-
-
-def _meet_at_end(world: World) -> bool:
-    """Wait for all ranks. Return True if all of them came before the deadline. A rank that fails ends this one."""
-    deadline, request = time.monotonic() + world.deadline_seconds, world.calls_comm.Ibarrier()
-    while not request.Test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_MEETING_PAUSE_SECONDS)
-    return True
-
-
-def _drop_worlds() -> None:
-    """Drop all worlds, without a word to other ranks: also at the end of the program."""
-    with contextlib.ExitStack() as stack:  # calls the last entry first, and all of them also if one raises an error
-        stack.callback(_forget_worlds)
-        for world in [*([_world] if _world is not None else []), *reversed(_sub_worlds)]:
-            world._drop(stack)
-
-
-def _forget_worlds() -> None:
-    global _world
-    _sub_worlds.clear()
-    _world = None
-
-
-def current() -> World:
-    """Return the world that `init` created. Raises WorldError before `init`."""
-    if _world is None:
-        raise WorldError("topkube.init() has not been called", next_step="call topkube.init() at the top of the script")
-    return _world
-
-
-def rank() -> int:
-    """Return this rank's number, 0 to size - 1."""
-    return current().rank
-
-
-def size() -> int:
-    """Return the number of ranks."""
-    return current().size
-
-
-def local_rank() -> int:
-    """Return this rank's number on its node, 0 to local_size - 1."""
-    return current().local_rank
-
-
-def local_size() -> int:
-    """Return the number of ranks on this node."""
-    return current().local_size
-
-
-def node() -> int:
-    """Return this node's number, 0 to nodes - 1."""
-    return current().node
-
-
-def nodes() -> int:
-    """Return the number of nodes."""
-    return current().nodes
+open_worlds = OpenWorlds()
