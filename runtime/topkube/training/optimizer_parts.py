@@ -16,7 +16,7 @@ from topkube.training.exchange.autograd.loss_scale import watch_scalers
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
-from topkube.training.exchange.tuning.tuning import find_saved_algorithm
+from topkube.training.exchange.tuning.saved_choice import find_saved_algorithm
 from topkube.training.node_weights.agreed_weights_check import AgreedWeightsCheck
 from topkube.training.node_weights.gradient_noise import NoiseCorrection
 from topkube.training.node_weights.node_weights import NodeWeights

@@ -34,29 +34,35 @@ from typing import Any
 from topkube.algorithms import (
     CHOICES,
     DENSE_WIRE,
-    LEAST_GAIN,
     NODE_WEIGHTS,
     Algorithm,
     BucketSize,
     Choice,
     Machines,
-    find_algorithm,
-    find_least_change,
-    is_known,
     sort_choices_by_time,
 )
 from topkube.collectives.device.rates import DeviceRates
 from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.tuning.candidates import (
+    find_compressed,
+    find_fastest_dense,
+    find_other_transport,
+    find_weights,
+)
 from topkube.training.exchange.tuning.fitted_machines import WRONG, find_same, fit_machines, is_same, is_wrong
 from topkube.training.exchange.tuning.machines import agree_on_machines
 from topkube.training.exchange.tuning.measuring_turn import find_measuring_turn
+from topkube.training.exchange.tuning.saved_choice import (
+    find_after_residuals,
+    find_saved_algorithm,
+    find_saved_choice,
+    save_choice,
+)
 from topkube.training.exchange.tuning.step_times import Measurement, StepTimes
 from topkube.training.exchange.tuning.trial import Side, Trial
 from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
 
-_WORTH_A_TRIAL = 2.0
-"""The other transport is tried if its predicted exchange takes at most this many times as long."""
 _OTHER_BUCKETS = 2.0
 """The sizes of buckets change if the rate of the link is this many times higher or lower than expected."""
 _FROM_MEASUREMENTS = "chosen from measurements"
@@ -150,7 +156,7 @@ class Tuning:
     def _choose_from_measurements(self, buckets: Sequence[BucketSize]) -> None:
         if self._aggregation.algorithm in CHOICES:
             ranked = self._rank(buckets)
-            self._adopt(_find_dense(ranked), _FROM_MEASUREMENTS, ranked)
+            self._adopt(find_fastest_dense(ranked), _FROM_MEASUREMENTS, ranked)
 
     # ---- the first steps
 
@@ -253,36 +259,27 @@ class Tuning:
         assert self.machines is not None
         if present.algorithm.compresses:
             return False
-        compressed = {choice.algorithm: choice for choice in ranked if choice.algorithm.compresses}
-        algorithms = [a for a in self.compressed_choices if a in compressed and not a.in_weights]
-        times = [compressed[algorithm].seconds for algorithm in algorithms]
-        found = find_least_change(algorithms, times, find_same(ranked, present).seconds, measured.step)
         earlier = Side(present, self.machines, [measured])
-        if found is None:
+        compressed = find_compressed(present, measured.step, ranked, self.compressed_choices)
+        if compressed is None:
             return self._try_weights(earlier, ranked)
-        self._try(compressed[found], earlier, f"on trial against {present.algorithm.name}", ranked)
+        self._try(compressed, earlier, f"on trial against {present.algorithm.name}", ranked)
         return True
 
     def _try_weights(self, earlier: Side, ranked: Sequence[Choice]) -> bool:
-        """Begin the trial of weights of nodes against an earlier choice, if nodes may have them and their exchange is
-        predicted to be shorter by enough of the step. Return True if the trial begins."""
-        weights = next((choice for choice in ranked if choice.algorithm.in_weights), None)
-        if weights is None or weights.algorithm not in self.compressed_choices:
-            return False
-        if find_same(ranked, earlier.choice).seconds - weights.seconds < LEAST_GAIN * earlier.step:
-            return False
-        self._try(weights, earlier, f"on trial against {earlier.choice.algorithm.name}", ranked)
-        return True
+        """Begin the trial of weights of nodes against an earlier choice, if that is worth it. Return True if the trial
+        begins."""
+        weights = find_weights(earlier.choice, earlier.step, ranked, self.compressed_choices)
+        if weights is not None:
+            self._try(weights, earlier, f"on trial against {earlier.choice.algorithm.name}", ranked)
+        return weights is not None
 
     def _try_on_device(self, measured: Measurement, present: Choice, ranked: Sequence[Choice]) -> bool:
-        """Begin a trial against the present choice on GPUs: of the best dense choice that NCCL carries if MPI carries
-        the present choice, or the reverse, unless it is predicted to be far slower; otherwise of the best choice that
-        compresses. Return False, and keep the present choice, if there is none."""
+        """Begin a trial against the present choice on GPUs: of the other transport, or otherwise of the best choice
+        that compresses. Return False, and keep the present choice, if neither is worth it."""
         assert self.machines is not None
-        most = _WORTH_A_TRIAL * present.seconds
-        others = (c for c in ranked if not c.algorithm.compresses and c.seconds <= most)
-        other = next((c for c in others if c.algorithm.needs_gpu != present.algorithm.needs_gpu), None)
-        if other is not None and self.machines.nccl_link is not None:
+        other = find_other_transport(present, ranked) if self.machines.nccl_link is not None else None
+        if other is not None:
             reason = f"the other transport, on trial against {present.algorithm.name}"
             self._try(other, Side(present, self.machines, [measured]), reason, ranked)
             return True
@@ -372,14 +369,10 @@ class Tuning:
         """Return the measured machines and the choice for a checkpoint; None before a measurement."""
         if self.machines is None:
             return None
-        choice = self.choice
         return {
             "settings": self._describe_job(),
             "machines": dataclasses.asdict(self.machines),
-            "algorithm": choice.algorithm.name if choice is not None else None,
-            "dense_wire": choice.dense_wire if choice is not None else None,
-            "seconds": _list_numbers(choice)[1:] if choice is not None else None,
-            "after_residuals": _list_numbers(after) if (after := self._after_residuals) is not None else None,
+            **save_choice(self.choice, self._after_residuals),
             "summary": self.summary,
         }
 
@@ -396,16 +389,10 @@ class Tuning:
             self._keep_own_weights(state)
             return
         if self._aggregation.algorithm in CHOICES:
-            ranked = self._rank((), machines)
-            saved = (state["algorithm"], state["dense_wire"])
-            choice = next((c for c in ranked if (c.algorithm.name, c.dense_wire) == saved), None)
-            if choice is None:  # a later version of TopKube has other algorithms
+            self.choice = find_saved_choice(state, self._rank((), machines))
+            if self.choice is None:
                 return
-            between, inside, seconds = state["seconds"]
-            self.choice = dataclasses.replace(choice, between=between, inside=inside, seconds=seconds)
-            name, *numbers = state.get("after_residuals") or [None]  # older states do not have it
-            after = next((a for a in self.compressed_choices if a.name == name), None)
-            self._after_residuals = Choice(after, DENSE_WIRE.default, *numbers) if after is not None else None
+            self._after_residuals = find_after_residuals(state, self.compressed_choices)
         self.machines, self.summary = machines, state["summary"]
         self._keep_restored()
 
@@ -427,23 +414,6 @@ class Tuning:
         """Return the settings on which the choices of a job depend."""
         node_weights = [] if self._job.node_weights == NODE_WEIGHTS.default else [self._job.node_weights]
         return [*self._job.algorithms, self._job.dense_wire, *node_weights]
-
-
-def _find_dense(ranked: Sequence[Choice]) -> Choice:
-    """Return the first choice that does not compress."""
-    return next(choice for choice in ranked if not choice.algorithm.compresses)
-
-
-def _list_numbers(choice: Choice) -> list[Any]:
-    """Return the name of the algorithm and the predicted seconds: between nodes, inside the node, in all."""
-    return [choice.algorithm.name, choice.between, choice.inside, choice.seconds]
-
-
-def find_saved_algorithm(state: Mapping[str, Any] | None) -> Algorithm | None:
-    """Return the algorithm that `auto` or `dense` stood for in what `Tuning.save` returned; None if there is none, or
-    if this version of TopKube does not have it."""
-    name = state and state["algorithm"]
-    return find_algorithm(name) if name and is_known(name) else None
 
 
 def find_initial_dense_wire(aggregation: AggregationSettings) -> str:
