@@ -24,7 +24,7 @@ from ranks.training.onebit_scene import (
     train_with_checkpoints,
 )
 from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights, write_weights
-from ranks.training.tuning import STEPS, have_same_choice, read_algorithm, simulate_slow_links
+from ranks.training.tuning_scene import STEPS, have_same_choice, read_algorithm, simulate_slow_links
 from topkube.world import World
 
 KEPT, REJECTED, REPEATED = (0.4, 0.35, 0.3), (0.4, 0.35, 0.345, 0.35), (0.4, 0.35, 0.33, 0.35)
