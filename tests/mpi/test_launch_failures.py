@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from odd_scripts import LEAVES_WITH_0
 from pods import MARCHING, PYTHONS, SimulatedJob, wait_until
 
 from topkube.job import FirstFailure
@@ -313,14 +314,8 @@ def test_a_killed_worker_is_named_and_not_the_ranks_that_fail_because_of_it(tmp_
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_a_rank_that_leaves_with_0_is_named(tmp_path: Path, mpi: str) -> None:
     """Open MPI ends the others. With MPICH they wait, because its proxy takes an end with 0 as it is."""
-    script = (
-        "import os; from mpi4py.MPI import COMM_WORLD as world\n"
-        "world.Barrier()\n"
-        "if world.rank == 1: os._exit(0)\n"
-        "world.allreduce(1); world.allreduce(1)"
-    )
     with SimulatedJob(
-        tmp_path, [str(PYTHONS[mpi]), "-c", script], workers=3, slots=1, mpi=mpi, startup_seconds=15.0
+        tmp_path, [str(PYTHONS[mpi]), "-c", LEAVES_WITH_0], workers=3, slots=1, mpi=mpi, startup_seconds=15.0
     ) as job:
         job.start()
         failure = wait_for_failure(job)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from local_runs import list_living_processes
+from odd_scripts import LEAVES_A_DAEMON, LEAVES_WITH_0
 from pods import PYTHONS, wait_until
 
 from topkube.launch.host.processes import list_descendants
@@ -75,13 +76,7 @@ def test_ranks_do_not_take_the_place_of_the_shell_that_started_them(
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_a_process_in_its_own_session_does_not_keep_a_run_alive(tmp_path: Path, mpi: str) -> None:
-    """It inherits the socket to MPI's proxy, which would wait for it."""
-    script = (
-        "import os; from mpi4py.MPI import COMM_WORLD as world\n"
-        "os.system('setsid sleep 1000 > /dev/null 2>&1 &')\n"
-        "world.Barrier(); print('the end')"
-    )
-    ended = run_script(tmp_path, mpi, script, seconds=60)
+    ended = run_script(tmp_path, mpi, LEAVES_A_DAEMON, seconds=60)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("the end") == 2
     assert list_living_processes(tmp_path) == []
@@ -142,13 +137,7 @@ def read_command_line(pid: int) -> bytes:
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_a_rank_that_leaves_with_0_is_named(tmp_path: Path, mpi: str) -> None:
-    script = (
-        "import os; from mpi4py.MPI import COMM_WORLD as world\n"
-        "world.Barrier()\n"
-        "if world.rank == 1: os._exit(0)\n"
-        "world.allreduce(1); world.allreduce(1)"
-    )
-    ended = run_script(tmp_path, mpi, script, ranks=3)
+    ended = run_script(tmp_path, mpi, LEAVES_WITH_0, ranks=3)
     assert ended.returncode == 1, ended.stderr
     assert "rank 1 (node 1) ended with exit code 0" in ended.stderr
     assert "while 2 other ranks still ran" in ended.stderr

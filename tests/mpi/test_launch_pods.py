@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from odd_scripts import LEAVES_A_DAEMON
 from pods import MARCHING, PYTHONS, SimulatedJob, read_records, wait_until
 
 from topkube.launch.contract import DOMAINS_HEADER
@@ -137,13 +138,7 @@ def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_p
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_a_process_in_its_own_session_does_not_keep_a_job_alive(tmp_path: Path, mpi: str) -> None:
-    """It inherits the socket to MPI's proxy, which would wait for it."""
-    script = (
-        "import os; from mpi4py.MPI import COMM_WORLD as world\n"
-        "os.system('setsid sleep 1000 > /dev/null 2>&1 &')\n"
-        "world.Barrier(); print('the end')"
-    )
-    with SimulatedJob(tmp_path, [str(PYTHONS[mpi]), "-c", script], slots=1, mpi=mpi) as job:
+    with SimulatedJob(tmp_path, [str(PYTHONS[mpi]), "-c", LEAVES_A_DAEMON], slots=1, mpi=mpi) as job:
         assert job.start().wait(60) == 0, job.read_all_output()
         for worker in job.workers.values():
             assert worker.wait() == 0

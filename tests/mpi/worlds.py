@@ -9,12 +9,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +73,20 @@ def start_forks(mpi: str, directory: Path, modules: Sequence[str] = PRELOADED) -
 def build_fork_arguments(socket: Path, script: Path) -> list[str]:
     """Return the arguments of Python by which the process behind the socket forks a rank that runs `script`."""
     return ["-S", "-E", str(HERE / "forking.py"), "rank", str(socket), str(script)]
+
+
+def run_torchrun(script: Path, folder: Path) -> list[Any]:
+    """Run `script folder` on four ranks under torchrun, and return what each rank saved there with torch, in
+    rank-N.pt. Ranks are forks of a process that has imported torch."""
+    import torch
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable]
+    with start_forks("mpich", folder, ("torch._dynamo", "torch.distributed")) as socket:
+        command = [*torchrun, *build_fork_arguments(socket, script), str(folder)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(4)]
 
 
 def run(

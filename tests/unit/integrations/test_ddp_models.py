@@ -3,13 +3,10 @@ refuses."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import worlds
 
 from topkube.errors import TrainingError
@@ -21,14 +18,7 @@ Cases = dict[str, list[Any]]
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     """Return the result of each rank, or its error, for each case of the script."""
-    folder = tmp_path_factory.mktemp("ddp-models")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable]
-    with worlds.start_forks("mpich", folder, ("torch._dynamo", "torch.distributed")) as socket:
-        command = [*torchrun, *worlds.build_fork_arguments(socket, SCRIPT), str(folder)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    ranks = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(4)]
+    ranks = worlds.run_torchrun(SCRIPT, tmp_path_factory.mktemp("ddp-models"))
     return {name: [results[name] for results in ranks] for name in ranks[0]}
 
 

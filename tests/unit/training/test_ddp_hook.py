@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +22,8 @@ SCALES = [64.0 * 2**step for step in range(6)]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """(weights, steps) of each rank, for each run of the script. Ranks are forks of a process that imported torch."""
-    folder = tmp_path_factory.mktemp("ddp")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable]
-    with worlds.start_forks("mpich", folder, ("torch._dynamo", "torch.distributed")) as socket:
-        command = [*torchrun, *worlds.build_fork_arguments(socket, SCRIPT), str(folder)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(NODES * RANKS_PER_NODE)]
+    """(weights, steps) of each rank, for each run of the script."""
+    ranks = worlds.run_torchrun(SCRIPT, tmp_path_factory.mktemp("ddp"))
     return {name: [results[name] for results in ranks] for name in ranks[0]}
 
 
