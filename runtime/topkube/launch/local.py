@@ -226,8 +226,8 @@ class LocalRun:
         report = select_first_failure(reports)
         leaver = select_leaver(reports, report) if report or self.mpiexec_code else None
         if leaver is not None:
-            others = sum(report.ended > leaver.ended for report in reports)
-            what, cause, next_step = diagnose_leaver(leaver, others, f"node {self.find_node(leaver.rank)}")
+            place = f"node {self.find_node(leaver.rank)}"
+            what, cause, next_step = diagnose_leaver(leaver, reports, self.job.ranks, place)
             return LaunchError(what, exit_code=1, cause=cause, next_step=next_step)
         if report is not None:
             what, cause, next_step = diagnose_report(report, f"node {self.find_node(report.rank)}")

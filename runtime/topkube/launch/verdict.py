@@ -113,9 +113,9 @@ def find_first_failure(plan: LaunchPlan, members: Iterable[Member]) -> FirstFail
     report = select_first_failure(reports)
     leaver = select_leaver(reports, report) if not candidates else None
     if leaver is not None:
-        others = plan.slots * len(plan.workers) - sum(report.ended <= leaver.ended for report in reports)
+        ranks = plan.slots * len(plan.workers)
         place = f"worker {plan.find_worker(leaver.rank).index}"
-        what, cause, next_step = diagnose_leaver(leaver, others, place)
+        what, cause, next_step = diagnose_leaver(leaver, reports, ranks, place)
         message = f"{what}. Likely cause: {cause}. Next: {next_step}"[:_MESSAGE_CHARACTERS]
         pod = find_pod_name(plan, leaver.rank)
         return FirstFailure(pod=pod, rank=leaver.rank, reason="Error", exit_code=1, message=message)

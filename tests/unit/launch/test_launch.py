@@ -294,7 +294,9 @@ def test_a_rank_that_leaves_with_0_is_the_cause_if_nothing_else_explains_the_end
     long_before = build_report(1, 2.0, code=0)
     assert select_leaver([victim, long_before], None) is None, "it ended as it should"
     assert select_leaver([left], None) is None
-    what, cause, next_step = diagnose_leaver(left, 2, "node 0")
+    noted_first = build_report(2, 4.9, code=14)
+    assert select_leaver([left, noted_first], noted_first) is left
+    what, cause, next_step = diagnose_leaver(left, [left, long_before, noted_first, victim], 4, "node 0")
     assert what == "rank 1 (node 0) ended with exit code 0, 5.0 s after its start, while 2 other ranks still ran"
     assert "MPI_Finalize" in cause
     assert next_step

@@ -192,9 +192,10 @@ def select_first_failure(reports: Iterable[RankReport]) -> RankReport | None:
 
 
 def select_leaver(reports: Collection[RankReport], failed: RankReport | None) -> RankReport | None:
-    """Return the report of the rank that ended with exit code 0 just before others were ended because of that: by MPI,
-    which expects MPI_Finalize of every rank, or by the loss of their peer. Return None if there is no such rank, or if
-    `failed`, the rank that failed first, is not the victim of a lost peer. Use it only if a run has failed."""
+    """Return the report of the rank that ended with exit code 0 at the moment at which others were ended because of
+    that: by MPI, which expects MPI_Finalize of every rank, or by the loss of their peer. A victim may be noted first,
+    because it sees the closed connection before the rank's shim sees the end. Return None if there is no such rank, or
+    if `failed`, the rank that failed first, is not the victim of a lost peer. Use it only if a run has failed."""
     if failed is not None and not _has_lost_peer(failed):
         return None
     victims = [report.ended for report in reports if report.told_to_end or _has_lost_peer(report)]
@@ -202,14 +203,15 @@ def select_leaver(reports: Collection[RankReport], failed: RankReport | None) ->
     leavers = [
         report
         for report in reports
-        if report.exit_code == 0 and not report.told_to_end and 0 <= first - report.ended < _SAME_MOMENT_SECONDS
+        if report.exit_code == 0 and not report.told_to_end and abs(first - report.ended) < _SAME_MOMENT_SECONDS
     ]
     return min(leavers, key=lambda report: report.ended, default=None)
 
 
-def diagnose_leaver(report: RankReport, others: int, place: str) -> tuple[str, str, str]:
-    """Return what happened if a rank ended with exit code 0 while `others` still ran, the likely cause, and the next
-    step. `place` as in `diagnose_report`."""
+def diagnose_leaver(report: RankReport, reports: Iterable[RankReport], ranks: int, place: str) -> tuple[str, str, str]:
+    """Return what happened if a rank ended with exit code 0 while others of the `ranks` ranks still ran, the likely
+    cause, and the next step. `reports` are those of all ranks that have ended. `place` as in `diagnose_report`."""
+    others = ranks - 1 - sum(other.ended < report.ended - _SAME_MOMENT_SECONDS for other in reports)
     seconds = max(0.0, report.ended - report.started)
     return (
         f"rank {report.rank} ({place}) ended with exit code 0, {seconds:.1f} s after its start, while {others} other"
