@@ -78,8 +78,8 @@ def init(settings: Settings | None = None) -> World:
 
 def shutdown() -> None:
     """Drop the world and all sub-worlds, and free what MPI holds for them; the next `init` creates a new world. All
-    ranks must call this function. It waits for them, and frees nothing if one does not come before the deadline, or if
-    an exception is on its way out of the script. MPI itself ends with the process."""
+    ranks must call this function. It waits for them, and frees nothing if one does not call it before the deadline, or
+    while an exception ends the script. MPI itself ends with the process."""
     worlds = _list_worlds()
     _drop_worlds()
     if worlds and sys.exc_info()[0] is None and _meet_at_end(worlds[-1]):
@@ -100,7 +100,7 @@ def _meet_at_end(world: World) -> bool:
 
 
 def _drop_worlds() -> None:
-    """Drop all worlds, without a word to other ranks: also at the end of the program."""
+    """Drop all worlds, without a message to other ranks: also at the end of the program."""
     with contextlib.ExitStack() as stack:  # calls the last entry first, and all of them also if one raises an error
         stack.callback(_forget_worlds)
         for world in reversed(_list_worlds()):
