@@ -60,3 +60,8 @@ def test_sums_of_bits_change_if_values_change_places(dtype: torch.dtype) -> None
     assert len(set(sums)) == len(sums)
     assert sums[0] == checksums.sum_bits([values.clone()]).tolist()[0]
     assert sums[-1] == 0
+
+
+def test_sums_of_bits_of_many_tensors_are_those_of_each() -> None:
+    tensors = [torch.full((number % 5 + 1,), float(number)) for number in range(150)]
+    assert checksums.sum_bits(tensors).tolist() == [int(checksums.sum_bits([tensor])) for tensor in tensors]

@@ -13,6 +13,9 @@ _COLUMNS = 4093
 """The number of columns into which bits are divided. A prime: if two rows of a matrix change places, their values come
 into other columns."""
 
+_GROUP = 64
+"""The tensors whose columns are in memory at a time: 2 MB."""
+
 
 def view_bytes(tensor: torch.Tensor) -> Any:
     """Return the bytes of a tensor in host memory as an array."""
@@ -28,7 +31,12 @@ def hash_bytes(tensor: torch.Tensor) -> int:
 def sum_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a checksum of each tensor, an int64 tensor on their device: the sum of its bits as integers, in columns
     with a weight per column. None of them is complex. A swap of two values changes it, unless they are a multiple of
-    4,093 elements apart. Two launches per tensor, and a few for all."""
+    4,093 elements apart. Two launches per tensor, and a few for a group of them."""
+    groups = (tensors[first : first + _GROUP] for first in range(0, len(tensors), _GROUP))
+    return torch.cat([_sum_bits_of_group(group) for group in groups])
+
+
+def _sum_bits_of_group(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     device = tensors[0].device
     by_column = torch.zeros(len(tensors), _COLUMNS, dtype=torch.int64, device=device)
     for sums, tensor in zip(by_column, tensors, strict=True):
