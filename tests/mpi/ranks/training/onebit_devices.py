@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ranks.device import exchange_through_torch
-from ranks.training import own_weights, tuning
+from ranks.training import own_weights, tuning_scene
 from ranks.training.checkpoints import make_shared_directory
 from ranks.training.onebit_checkpoints import read_state, run_until
 from ranks.training.onebit_scene import (
@@ -46,7 +46,7 @@ def exchange_over_slow_links() -> Iterator[None]:
     """Let all algorithms that compress save so much that `auto` takes the one that sends least: on a device, it does
     not fit its predictions to the steps."""
     with exchange_through_torch(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "SLOW_RATE", 3e4)
+        patch.setattr(tuning_scene, "SLOW_RATE", 3e4)
         yield
 
 
