@@ -27,7 +27,7 @@ from target import (
 
 CHART = REPOSITORY / "charts/topkube"
 CRD = f"{PLURAL}.{GROUP}"
-NEW_COLUMN = "Samples/s"
+NEW_COLUMN = "Rate"
 """A column of `kubectl get tj` that the earlier release does not have."""
 MONITORS = {"ServiceMonitor": "servicemonitors", "PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"}
 MONITORING = "monitoring.coreos.com"

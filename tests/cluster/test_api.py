@@ -89,7 +89,7 @@ def test_kubectl_get_shows_the_columns(api: Api, kubectl: Path, kubeconfig: Path
         command = [str(kubectl), "--kubeconfig", str(kubeconfig), "-n", api.namespace, "get", *kinds]
         shown = wait_for(lambda command=command: run_lines(command), "kubectl to know the kind", 30)
         head, row = shown[:2]
-        assert head.split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS%", "SAMPLES/S", "RESTARTS", "AGE"]
+        assert head.split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE", "RESTARTS", "AGE"]
         assert row.split()[0].endswith("shown")
         assert row.split()[1:7] == ["Running", "2/2", "5", "50", "12.5", "1"]
 

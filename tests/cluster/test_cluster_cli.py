@@ -159,7 +159,7 @@ def test_status_shows_progress_pods_conditions_and_the_first_failure(api: Api, t
     ):
         assert text in shown, shown
     table = topkube("status").stdout.splitlines()
-    assert table[0].split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "SAMPLES/S", "LEFT", "RESTARTS", "AGE"]
+    assert table[0].split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE", "LEFT", "RESTARTS", "AGE"]
     assert table[1].split()[:9] == ["seen", "Running", "2/2", "30/120", "25%", "5,120", "41", "s", "1"]
     data = json.loads(topkube("status", "seen", "-o", "json").stdout)
     assert data["job"]["status"]["progress"] == progress

@@ -27,8 +27,8 @@ _COLUMNS = (
     ("Phase", "string", ".status.phase", "phase of the job"),
     ("Workers", "string", ".status.workersReady", "ready workers and all workers"),
     ("Step", "integer", ".status.progress.step", "finished steps"),
-    ("Progress%", "integer", ".status.progress.percent", "finished share of all steps, in percent"),
-    ("Samples/s", "number", ".status.progress.samplesPerSecond", "samples per second over all ranks"),
+    ("Progress", "integer", ".status.progress.percent", "finished share of all steps, in percent"),
+    ("Rate", "number", ".status.progress.samplesPerSecond", "samples per second over all ranks"),
     ("Restarts", "integer", ".status.restarts", "restarts counted against backoffLimit"),
     ("Age", "date", ".metadata.creationTimestamp", "time since the job was created"),
 )

@@ -56,7 +56,7 @@ def test_kubectl_shows_the_columns_that_users_need() -> None:
     names, version = DEFINITION["spec"]["names"], DEFINITION["spec"]["versions"][0]
     assert (names["shortNames"], names["categories"]) == (["tj"], ["all"])
     columns = ["NAME", *(column["name"].upper() for column in version["additionalPrinterColumns"])]
-    always = ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS%", "SAMPLES/S", "RESTARTS", "AGE"]
+    always = ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE", "RESTARTS", "AGE"]
     assert columns == [*always, "SECONDS-LEFT", "LOSS", "CHECKPOINT"]
     wide = [column["name"] for column in version["additionalPrinterColumns"] if column.get("priority")]
     assert wide == ["Seconds-Left", "Loss", "Checkpoint"], "kubectl prints these with -o wide only"

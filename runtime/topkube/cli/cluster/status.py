@@ -167,7 +167,7 @@ def _list_all_jobs(api: Api, options: StatusOptions) -> int:
         print("no jobs" if options.everywhere else f"no jobs in namespace {api.namespace}", file=sys.stderr)
         return 0
     head = [*(["NAMESPACE"] if options.everywhere else []), "NAME", "PHASE", "WORKERS", "STEP", "PROGRESS"]
-    rows = [[*head, "SAMPLES/S", "LEFT", "RESTARTS", "AGE"]]
+    rows = [[*head, "RATE", "LEFT", "RESTARTS", "AGE"]]
     now = datetime.now(UTC)
     for job in jobs:
         status, metadata = job.get("status") or {}, job["metadata"]
