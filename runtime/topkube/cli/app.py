@@ -300,6 +300,9 @@ def plan(
             help="Processor cores of a node (default: the trace's; else no thread waits for a core).",
         ),
     ] = None,
+    network_cores: Annotated[
+        float, typer.Option(min=0, max=1 << 20, help="Cores that the network takes while a node's link is busy.")
+    ] = 0.0,
     device: Annotated[
         str | None, typer.Option(help="Where ranks compute: cpu or gpu (default: the trace's, else gpu).")
     ] = None,
@@ -380,6 +383,7 @@ def plan(
             workers=workers,
             slots=slots,
             cores=cores,
+            network_cores=network_cores,
             device=device,
             data=data,
             spread=spread,

@@ -3,8 +3,8 @@
 A task runs in a lane: a thread, or the link. A lane runs its tasks one at a time, in the order in which they were
 added. A task that fills a gap runs only if no other task of its lane can run at that moment. If several such tasks can
 run, the task that was added last runs. The processor lanes share `cores`: while more of them work than there are cores,
-each is slower. If cores suffice and nothing fills gaps, every start is the maximum of earlier ends, so a shorter task
-never makes the whole longer.
+each is slower. The network may take a part of the cores while the link is busy. If cores suffice and nothing fills
+gaps, every start is the maximum of earlier ends, so a shorter task never makes the whole longer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ COMPUTE, COMMUNICATION, DELIVERY, LINK, INPUT = "compute", "communication", "del
 LATENCY = "latency"
 """The lane of waits: any number of them at the same time."""
 PROCESSOR_LANES = (COMPUTE, COMMUNICATION, DELIVERY)
+_LEAST_SHARE = 0.1
+"""The share of the cores that the threads of a step keep, whatever the network takes: the system divides them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,10 +42,11 @@ class Task:
     """The tasks that wait for this task."""
 
 
-def simulate(tasks: Collection[Task], cores: float = float("inf")) -> float:
+def simulate(tasks: Collection[Task], cores: float = float("inf"), network_cores: float = 0.0) -> float:
     """Run all tasks, and return the end of the last in seconds. `cores` is the number of processor cores that the
-    processor lanes share. Raises ValueError if tasks wait for each other in a circle."""
-    simulation = _Simulation(tasks, cores)
+    processor lanes share; `network_cores` of them are taken while the lane LINK has a task. Raises ValueError if tasks
+    wait for each other in a circle."""
+    simulation = _Simulation(tasks, cores, network_cores)
     while simulation.unended_count:
         simulation.start_tasks()
         simulation.run_until_next_end()
@@ -53,8 +56,8 @@ def simulate(tasks: Collection[Task], cores: float = float("inf")) -> float:
 class _Simulation:
     """The state of the lanes and of all tasks at the time `now`, in seconds."""
 
-    def __init__(self, tasks: Collection[Task], cores: float) -> None:
-        self._tasks, self._cores = tasks, cores
+    def __init__(self, tasks: Collection[Task], cores: float, network_cores: float) -> None:
+        self._tasks, self._cores, self._network_cores = tasks, cores, network_cores
         self.now, self.unended_count = 0.0, len(tasks)
         self._numbers = {id(task): number for number, task in enumerate(tasks)}
         self._queues: dict[str, deque[Task]] = {task.lane: deque() for task in tasks}
@@ -118,10 +121,13 @@ class _Simulation:
     def _compute_share(self) -> float:
         """Return how many of its seconds a task of a processor lane does in a second: less than one if lanes share
         cores."""
-        if self._cores >= len(PROCESSOR_LANES):
+        cores = self._cores
+        if LINK in self._running:
+            cores = max(cores - self._network_cores, cores * _LEAST_SHARE)
+        if cores >= len(PROCESSOR_LANES):
             return 1.0
         working = sum(lane in PROCESSOR_LANES for lane in self._running)
-        return min(1.0, self._cores / working) if working else 1.0
+        return min(1.0, cores / working) if working else 1.0
 
     def _end_task(self, task: Task) -> None:
         """Free the lane of a task that has ended, and let the tasks that wait only for it run."""

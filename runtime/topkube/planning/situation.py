@@ -14,7 +14,9 @@ class Situation:
 
     `dense_wire` is the format of dense values between nodes. `period` is the number of steps from one exchange of
     weights to the next (the prediction is the mean step); None stands for the smallest period of each algorithm.
-    `cores` are the processor cores of a node that its ranks share, infinite if a thread never waits for a core.
+    `cores` are the processor cores of a node that its ranks share, infinite if a thread never waits for a core. The
+    network takes `network_cores` of them while the link is busy, beyond the time of the threads that send and receive:
+    interrupts, the encryption of packets, and their way between namespaces.
     `overlap` is False if exchanges begin after backward and follow one another. `is_decoupled` is True with DeAR, for
     the algorithms that support it. `delay` is 1 if exchanges of weights overlap with the next step, for the algorithms
     that support it. `is_input_pipelined` is False if the step waits until its batch is prepared. `matrix_rank` is the
@@ -32,6 +34,7 @@ class Situation:
     is_decoupled: bool = False
     matrix_rank: int = MATRIX_RANK.default
     delay: int = DELAY.default
+    network_cores: float = 0.0
 
     @property
     def ranks(self) -> int:

@@ -59,19 +59,20 @@ class Prediction:
 def predict_step(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> Prediction:
     """Return the predicted step of `profile` with `algorithm`. Raises ArgumentError if torch is not installed, because
     the bucket rule is part of the training loop."""
-    slowdown, cores = estimate_slowest(profile.spread, situation.ranks), situation.cores / situation.machines.slots
+    slowdown, slots = estimate_slowest(profile.spread, situation.ranks), situation.machines.slots
+    cores_of_rank = situation.cores / slots, situation.network_cores / slots
     steps_per_exchange = 1
     if situation.delay and can_delay(situation, algorithm):
         tasks, tasks_without_exchange = (
             _list_delayed_tasks(profile, situation, algorithm, slowdown, has_exchange) for has_exchange in (True, False)
         )
         steps_per_exchange = situation.build_workload(algorithm, profile.elements).period
-        seconds_between_exchanges = (steps_per_exchange - 1) * simulate(tasks_without_exchange, cores)
-        step = (simulate(tasks, cores) + seconds_between_exchanges) / steps_per_exchange
+        seconds_between_exchanges = (steps_per_exchange - 1) * simulate(tasks_without_exchange, *cores_of_rank)
+        step = (simulate(tasks, *cores_of_rank) + seconds_between_exchanges) / steps_per_exchange
     else:
         is_decoupled = situation.is_decoupled and can_decouple(profile, situation, algorithm)
         tasks = (_list_decoupled_tasks if is_decoupled else _list_tasks)(profile, situation, algorithm, slowdown)
-        step = simulate(tasks, cores)
+        step = simulate(tasks, *cores_of_rank)
     alone = profile.serial if situation.is_input_pipelined else profile.serial + profile.data
     return Prediction(
         algorithm,

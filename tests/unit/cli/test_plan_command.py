@@ -186,11 +186,24 @@ def test_the_memory_of_a_device_is_read_in_powers_of_1000_or_1024(capsys: Any) -
     assert samples[0] < samples[1] == samples[2] == samples[3]
 
 
-@pytest.mark.parametrize("option", ["--workers", "--slots", "--cores", "--batch", "--data", "--spread"])
+@pytest.mark.parametrize(
+    "option", ["--workers", "--slots", "--cores", "--network-cores", "--batch", "--data", "--spread"]
+)
 @pytest.mark.parametrize("value", ["9" * 400, "nan", "inf", "-1"])
 def test_numbers_without_a_meaning_are_refused(option: str, value: str, capsys: Any) -> None:
     assert run_app(["plan", "--model", "gpt2", "--compute", "0.1", option, value]) == 2
     assert f"Invalid value for '{option}'" in capsys.readouterr().err
+
+
+def test_the_network_takes_fewer_cores_than_a_node_has(capsys: Any) -> None:
+    command = ["--model", "resnet50-96", "--compute", "0.1", "--device", "cpu", "--link", "25Gbit/s"]
+    steps = {}
+    for cores in ("0", "0.5"):
+        plan = read_plan(*command, "--cores", "1", "--network-cores", cores, capsys=capsys)
+        steps[cores] = {row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]}
+    assert steps["0"]["hierarchical"] < steps["0.5"]["hierarchical"]
+    assert run_app(["plan", *command, "--cores", "2", "--network-cores", "2"]) == 2
+    assert "--network-cores is 2, but a node has 2 cores" in capsys.readouterr().err
 
 
 RESNET = ["--model", "resnet50", "--workers", "16", "--slots", "8", "--link", "25Gbit/s", "--memory", "300GB/s"]

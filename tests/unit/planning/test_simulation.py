@@ -308,6 +308,43 @@ def test_threads_share_cores() -> None:
     assert simulate(slow, cores=0.5) == pytest.approx(3.0)
 
 
+def test_the_network_takes_cores_while_the_link_is_busy() -> None:
+    def build_tasks() -> list[Task]:
+        return [Task("compute", COMPUTE, 1.0), Task("send", LINK, 0.5)]
+
+    assert simulate(build_tasks(), cores=1) == pytest.approx(1.0)
+    assert simulate(build_tasks(), cores=1, network_cores=0.5) == pytest.approx(1.25)
+    assert simulate(build_tasks(), cores=4, network_cores=3.5) == pytest.approx(1.25)
+    assert simulate(build_tasks(), network_cores=3.5) == pytest.approx(1.0), "no thread waits for a core"
+    everything = build_tasks()
+    assert simulate(everything, cores=1, network_cores=9) == pytest.approx(1.45), "the threads keep a tenth"
+    assert everything[1].end == pytest.approx(0.5)
+
+
+@settings(deadline=None)
+@given(profiles(), situations(), algorithms, st.floats(0, 20))
+def test_a_network_that_takes_cores_delays_the_threads_of_a_node_without_overlap(
+    profile: StepProfile, situation: Situation, algorithm: Algorithm, network_cores: float
+) -> None:
+    """Without overlap, no thread works while the link is busy."""
+    alone = dataclasses.replace(situation, overlap=False)
+    busy = dataclasses.replace(alone, network_cores=network_cores)
+    assert predict_step(profile, busy, algorithm).step == pytest.approx(predict_step(profile, alone, algorithm).step)
+
+
+def test_a_step_waits_for_the_cores_that_the_network_takes() -> None:
+    """While buckets travel during backward, the ranks have half of the cores, so they do half of their work later."""
+    gradients = tuple(Gradient(f"layer {number}", 1 << 20, 0.01) for number in range(16))
+    profile = StepProfile("model", 0.1, gradients, bucket_bytes=4 << 20)
+    situation = Situation(Machines(2, 2, 4e9, 1e15, 0.0), cores=2)
+    steps = [
+        predict_step(profile, dataclasses.replace(situation, network_cores=cores), find_algorithm("hierarchical"))
+        for cores in (0.0, 1.0)
+    ]
+    sent = steps[0].wire * 15 / 16  # the last bucket travels when backward has ended
+    assert steps[1].step - steps[0].step == pytest.approx(sent / 2, rel=0.02)
+
+
 def test_a_lane_keeps_its_order_and_waits_overlap() -> None:
     first = Task("first", LATENCY, 2.0)
     lane = [Task("late", LINK, 1.0, (first,)), Task("behind it", LINK, 1.0)]

@@ -105,6 +105,11 @@ def read_comparison(options: PlanOptions) -> Comparison:
     elements = profile.elements if profile else model.parameters if model else count_parameters(options)
     latency = profile.latency if profile and profile.latency else _LATENCY
     cores = options.cores or (profile.cores if profile and profile.cores else math.inf)
+    if options.network_cores and options.network_cores >= cores:
+        raise ArgumentError(
+            f"--network-cores is {options.network_cores:g}, but a node has {cores:g} cores",
+            next_step="pass fewer, or the cores of a node: --cores N",
+        )
     machines = Machines(workers, slots, link, memory, latency)
     listed, errors = algorithms.load_all()
     for error in errors:
@@ -126,6 +131,7 @@ def read_comparison(options: PlanOptions) -> Comparison:
         is_decoupled=_read_dear(options, aggregation, profile),
         matrix_rank=aggregation.matrix_rank if aggregation else MATRIX_RANK.default,
         delay=_read_delay(options, aggregation),
+        network_cores=options.network_cores,
     )
     forbids_compression = aggregation is not None and (aggregation.momentum_correction or bool(aggregation.schedule))
     may_compress = machines.nodes > 1 and not forbids_compression

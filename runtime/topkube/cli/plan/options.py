@@ -37,6 +37,7 @@ class PlanOptions:
     workers: int | None
     slots: int | None
     cores: int | None
+    network_cores: float
     device: str | None
     data: float
     spread: float | None
