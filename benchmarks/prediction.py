@@ -2,11 +2,13 @@
 
     python benchmarks/prediction.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|10gbit|1gbit|200mbit|100mbit ...]
     python benchmarks/prediction.py --again        # predict again from the stored profiles; measure nothing
+    python benchmarks/prediction.py --links        # only measure what the links cost, and predict again
 
 Nodes are network namespaces, as in benchmarks/step.py; this needs root. One trace per algorithm is recorded over links
 that are not shaped. From these traces alone, and from the bandwidth that a plain TCP stream reaches on a link, the
-steps over this link are predicted. Then the same training is measured over the link, in turns. Traces are recorded anew
-before the turns of each link: the speed of a machine that others share changes within minutes.
+steps over this link are predicted. Shaping costs processor time, which a network card does not take from ranks: it is
+measured alone, and the prediction contains it. Then the same training is measured over the link, in turns. Traces are
+recorded anew before the turns of each link: the speed of a machine that others share changes within minutes.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import probes
+from allreduce.link_cost import measure_link_cost
 from allreduce.network import Network, explain_why_unavailable
 from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe
@@ -63,9 +66,16 @@ def record_trace(part: str, contender: str, directory: Path, network: Network) -
 
 
 def probe_link(network: Network) -> dict[str, float]:
-    """Return the bytes per second that a TCP stream reaches, and the seconds of a short message."""
+    """Return the bytes per second that a TCP stream reaches, the seconds of a short message, and the processor seconds
+    that a byte on the shaped link takes from all cores. Traces come from links that are not shaped, so the last is not
+    in them: a real network card does this work itself."""
     answer = probes.time_link(network, [_PROBE_BYTES])
-    return {"bandwidth": _PROBE_BYTES / answer["seconds"][0], "latency": answer["latency"] / 2}
+    bandwidth = _PROBE_BYTES / answer["seconds"][0]
+    return {
+        "bandwidth": bandwidth,
+        "latency": answer["latency"] / 2,
+        "link_cost": measure_link_cost(network, bandwidth),
+    }
 
 
 def build_profile(traces: list[dict[str, Any]], part: str) -> Any:
@@ -87,7 +97,11 @@ def predict_milliseconds(profile: Any, row: Row, cores: int) -> float:
     contender = row["contender"]
     algorithm = resolve(VARIANTS.get(contender, contender), nodes, sys.maxsize, DENSITY.default)
     situation = Situation(
-        machines, cores=cores / nodes, is_decoupled=contender == "dear", delay=int(contender == "onebit_delayed")
+        machines,
+        cores=cores / nodes,
+        is_decoupled=contender == "dear",
+        delay=int(contender == "onebit_delayed"),
+        network_cores=row["link_cost"] * row["bandwidth"],
     )
     return 1e3 * predict_step(profile, situation, algorithm).step
 
@@ -130,6 +144,18 @@ def predict_paper() -> list[Row]:
     return rows
 
 
+def probe_links_again(stored: dict[str, Any]) -> None:
+    """Measure the processor time of the links of all rows anew."""
+    for part, profiles in stored["profiles"].items():
+        with Network(len(LAYOUTS[part])) as network:
+            for rate in profiles:
+                network.shape(None if rate == UNSHAPED else rate)
+                cost = probe_link(network)["link_cost"]
+                for row in stored["rows"]:
+                    if (row["part"], row["rate"]) == (part, rate):
+                        row["link_cost"] = cost
+
+
 def load_profile(stored: dict[str, Any]) -> Any:
     """Return the profile that `dataclasses.asdict` has stored."""
     from topkube.planning.profile import Gradient, HostCost, StepProfile
@@ -168,6 +194,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="turns of every contender (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps per turn (%(default)s)")
     parser.add_argument("--again", action="store_true", help="only predict again, from the stored profiles")
+    parser.add_argument("--links", action="store_true", help="only measure what the links cost, and predict again")
     parser.add_argument("--json", type=Path, default=RESULTS, help="result file (default %(default)s)")
     options = parser.parse_args()
     target: Path = options.json
@@ -177,6 +204,9 @@ def main() -> int:
             print(reason, file=sys.stderr)
             return 2
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if options.links:
+        probe_links_again(stored)
+    elif not options.again:
         for part in options.part or list(LAYOUTS):
             for rate, profile, rows in measure(part, options.rate or list(RATES), options.rounds, options.steps):
                 kept = [row for row in stored["rows"] if (row["part"], row["rate"]) != (part, rate)]

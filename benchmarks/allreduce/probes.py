@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from allreduce.network import Network
+from allreduce.network import Network, Node
 
 STREAM = Path(__file__).with_name("stream.py")
 PASSES = 10
@@ -41,7 +41,12 @@ def time_memory(kind: str, length: int, barrier: Callable[[], None]) -> dict[str
 def time_link(network: Network, sizes: list[int]) -> dict[str, Any]:
     """Return the seconds in which node 0 and node 1 send each other `size` bytes at the same time, like collectives:
     the median for each size, and the round trip of one byte."""
-    first, second = network.nodes[:2]
+    stream = start_stream(*network.nodes[:2], sizes)
+    return finish_stream(*stream)
+
+
+def start_stream(first: Node, second: Node, sizes: list[int]) -> tuple[subprocess.Popen[str], subprocess.Popen[bytes]]:
+    """Start the two programs that exchange messages of `sizes` bytes, STREAM_REPEATS times each."""
     arguments = [first.address, ",".join(map(str, sizes))]
     program = [sys.executable, str(STREAM)]
     listener = subprocess.Popen(
@@ -51,6 +56,11 @@ def time_link(network: Network, sizes: list[int]) -> dict[str, Any]:
         text=True,
     )
     connector = subprocess.Popen(second.wrap_command([*program, "connect", *arguments]), stdin=subprocess.DEVNULL)
+    return listener, connector
+
+
+def finish_stream(listener: subprocess.Popen[str], connector: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Wait for the programs of `start_stream`, and return what the listener has measured."""
     output, _ = listener.communicate(timeout=120)
     connector.wait(timeout=10)
     if listener.returncode or connector.returncode:
