@@ -23,7 +23,7 @@ PROFILE = StepProfile(
 
 def build_row(contender: str, ms: float, rate: str = "1gbit") -> prediction.Row:
     return {"part": "2x1", "rate": rate, "contender": contender, "ms": ms, "ms_min": ms, "ms_max": ms, "steps": 1,
-            "bandwidth": 1.2e8, "latency": 1e-5}  # fmt: skip
+            "bandwidth": 1.2e8, "latency": 1e-5, "link_cost": 0.0}  # fmt: skip
 
 
 def test_a_stored_profile_predicts_the_same() -> None:
@@ -51,6 +51,13 @@ def test_every_row_gets_a_prediction_and_its_error() -> None:
     assert section["PREDICTION"].count("| 2 × 1 |") == 6
     assert f"{rows[0]['error']:+.1%}" in section["PREDICTION"]
     assert "of 6 rows" in section["PREDICTION_ERRORS"]
+
+
+def test_the_processor_time_of_links_makes_predictions_slower() -> None:
+    """A link takes 0.4 of the core of a node: backward needs more time while buckets travel."""
+    row = build_row("dense", 400.0, "10gbit") | {"bandwidth": 8e8}
+    alone = prediction.predict_milliseconds(PROFILE, row, 2)
+    assert prediction.predict_milliseconds(PROFILE, row | {"link_cost": 0.5e-9}, 2) > alone + 0.1
 
 
 def test_the_cluster_of_the_paper_is_predicted_by_this_version() -> None:
