@@ -225,6 +225,27 @@ def test_recut_residuals_keep_their_sum(old: int, new: int) -> None:
     assert torch.allclose(total, torch.arange(1.0, old + 1).repeat_interleave(2))
 
 
+@pytest.mark.parametrize(("old", "new"), [(2, 5), (3, 8), (5, 2)])
+def test_all_nodes_of_another_world_continue_with_the_same_factors(old: int, new: int) -> None:
+    factor = torch.rand(7)
+    saved = [{"copy": copy, "copies": old, "pieces": {"w factor": [(0, factor)]}} for copy in range(old)]
+    for copy in range(new):
+        [(first, values)] = recut(saved, copy, new)["pieces"]["w factor"]
+        assert first == 0
+        assert torch.equal(values, factor)
+
+
+def test_a_rank_that_takes_over_many_old_copies_needs_the_memory_of_one() -> None:
+    saved = [
+        {"copy": copy, "copies": 32, "pieces": {"w": [(0, torch.ones(4)), (4, torch.ones(3))]}} for copy in range(32)
+    ]
+    assert [(first, values.tolist()) for first, values in recut(saved, 0, 1)["pieces"]["w"]] == [
+        (0, [32.0] * 4),
+        (4, [32.0] * 3),
+    ]
+    assert saved[0]["pieces"]["w"][0][1].tolist() == [1.0] * 4
+
+
 def test_a_file_in_the_path_of_the_directory_is_the_reported_cause(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("a file")
     with pytest.raises(StorageError, match=r"cannot be used.*a part of the directory's path is a file"):

@@ -2,15 +2,20 @@
 
 The sum over all copies of an element is the part of its gradient that was not sent yet, and that sum stays the same.
 Every new copy takes whole old copies, or an equal part of one old copy, so that a rank reads the files of a few ranks
-only: with P ranks before and after, all ranks together read P files instead of P squared.
+only: with P ranks before and after, all ranks together read P files instead of P squared. What it reads is added up at
+once: with a tenth of the ranks, it needs the memory of one old copy, not of ten.
+
+Factors are no part of that sum: all nodes must go on with the same bits, so every new copy takes them as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from topkube.training.exchange.reduction.residuals import Pieces
+import torch
+
+from topkube.training.exchange.reduction.residuals import Pieces, is_factor
 
 
 def compute_shares(old_copies: int, copy: int, copies: int) -> dict[int, float]:
@@ -33,48 +38,40 @@ def recut(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> dict[st
     the sum of the weights that the new copy takes. "owners", what old copies owe of the mean of all nodes, is not
     weighted."""
     weights: dict[int, float] = {}
-    owners: list[Pieces] = []
-    pieces = _merge(_take_parts(saved, copy, copies, weights, owners))
-    own = {"copy": copy, "copies": copies, "pieces": pieces, "whole": sorted(pieces)}
-    return own | ({"mass": sum(weights.values()), "owners": _merge(owners)} if weights else {})
-
-
-def _merge(parts: Iterable[Pieces]) -> Pieces:
-    """Return the pieces of all parts, by name."""
-    merged: Pieces = {}
-    for pieces in parts:
-        for name, entries in pieces.items():
-            merged.setdefault(name, []).extend(entries)
-    return merged
-
-
-def _take_parts(
-    saved: Iterable[Mapping[str, Any]],
-    copy: int,
-    copies: int,
-    weights: dict[int, float],
-    owners: list[Pieces],
-) -> Iterator[Pieces]:
-    """Yield the parts that the new copy takes. Fill `weights` with the weight of each old copy in them, and `owners`
-    with the parts of what old copies owe of the mean of all nodes."""
+    pieces: Pieces = {}
+    owners: Pieces = {}
     counted: set[tuple[int, str]] = set()
     for state in saved:
         share = compute_shares(state["copies"], copy, copies).get(state["copy"])
         if share is None:
             continue
-        owners.append(_scale(state.get("owners", {}), share))
-        if "weight" in state:  # error feedback in the weights: a copy counts by its node's share of the ranks
+        for name, entries in state.get("owners", {}).items():
+            _add(owners, name, entries, share)
+        is_of_weights = "weight" in state
+        if is_of_weights:  # error feedback in the weights: a copy counts by its node's share of the ranks
             share *= state["weight"]
             weights[state["copy"]] = share
         whole = {(state["copy"], name) for name in state.get("whole", ())}
         repeated = {name for _, name in whole & counted}
         counted |= whole
-        pieces = {name: entries for name, entries in state["pieces"].items() if name not in repeated}
-        yield _scale(pieces, share)
+        for name, entries in state["pieces"].items():
+            if is_factor(name) and not is_of_weights:
+                pieces.setdefault(name, entries)
+            elif name not in repeated:
+                _add(pieces, name, entries, share)
+    own = {"copy": copy, "copies": copies, "pieces": pieces, "whole": sorted(pieces)}
+    return own | ({"mass": sum(weights.values()), "owners": owners} if weights else {})
 
 
-def _scale(pieces: Pieces, share: float) -> Pieces:
-    return {
-        name: [(first, values if share == 1.0 else values * share) for first, values in entries]
-        for name, entries in pieces.items()
-    }
+def _add(sums: Pieces, name: str, entries: Sequence[tuple[int, torch.Tensor]], share: float) -> None:
+    """Add `share` of the `entries` of a name to `sums`. Entries of the same elements become one entry. The values of
+    `entries` do not change."""
+    summed = sums.setdefault(name, [])
+    places = {(first, values.numel()): place for place, (first, values) in enumerate(summed)}
+    for first, values in entries:
+        part = values if share == 1.0 else values * share
+        place = places.setdefault((first, values.numel()), len(summed))
+        if place < len(summed):
+            summed[place] = first, summed[place][1] + part
+        else:
+            summed.append((first, part))

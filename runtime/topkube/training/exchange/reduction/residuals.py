@@ -23,7 +23,18 @@ from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
 Pieces = dict[str, list[tuple[int, torch.Tensor]]]
-"""Parameter name -> (first element in the flattened parameter, float32 values), ...; overlapping pieces add up."""
+"""Parameter name -> (first element in the flattened parameter, float32 values), ...; overlapping pieces add up, except
+those of factors (`is_factor`)."""
+
+
+def name_factor(parameter: str) -> str:
+    """Return the name under which the factor of a parameter is saved."""
+    return f"{parameter} factor"
+
+
+def is_factor(name: str) -> bool:
+    """Return True if `name` is that of a factor in the saved pieces: every node saves the same bits."""
+    return name.endswith(name_factor(""))
 
 
 Momentum = Callable[[], tuple[float, float]]
@@ -95,8 +106,8 @@ class Residuals:
 
     def _take_loaded_factor(self, parameter: Parameter) -> Any:
         """Return the factor of `powersgd` or `acpsgd` that was loaded for a parameter: float32, one-dimensional; empty
-        without one. If several nodes saved factors, the first is used, because they differ in scale only."""
-        entries = self._loaded.pop(f"{parameter.name} factor", [])
+        without one."""
+        entries = self._loaded.pop(name_factor(parameter.name), [])
         return entries[0][1].numpy() if entries else np.empty(0, np.float32)
 
     def accept(self) -> None:
@@ -186,7 +197,7 @@ class Residuals:
                     pieces.setdefault(key, []).append((begin, values))
             for parameter, factor in zip(bucket.parameters, bucket.residual.committed_factors, strict=False):
                 if factor.size:
-                    pieces[f"{parameter.name} factor"] = [(0, torch.from_numpy(factor.reshape(-1).copy()))]
+                    pieces[name_factor(parameter.name)] = [(0, torch.from_numpy(factor.reshape(-1).copy()))]
         return pieces
 
     def list_whole(self) -> list[str]:
