@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import list_names, load_value, open_store, save_value, train
+from checkpointed_runs import build_training, list_names, load_value, open_store, save_value, train
 from torch import nn
 
 import topkube
@@ -340,3 +342,21 @@ def test_sigterm_saves_and_ends_with_143(moment: str, tmp_path: Path, monkeypatc
     [*_, newest] = list_names(tmp_path)
     assert newest in (f"step-{first:08d}.run-00001", f"step-{first + 1:08d}.run-00001")
     assert run.step == int(newest[5:13])
+
+
+def test_a_process_that_the_script_forks_ends_by_sigterm(tmp_path: Path) -> None:
+    """Otherwise `Process.terminate()` would do nothing, and a pool of multiprocessing would wait for ever."""
+    model, optimizer = build_training()
+    handler = signal.getsignal(signal.SIGTERM)
+    with (
+        topkube.checkpointing(model, optimizer, settings=Settings(checkpoint_directory=str(tmp_path))),
+        topkube.checkpointing(model, optimizer, settings=Settings(checkpoint_directory=str(tmp_path / "inner"))),
+    ):
+        sleeper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+        sleeper.start()
+        sleeper.terminate()
+        sleeper.join(30)
+        ended = sleeper.exitcode
+        sleeper.kill()
+    assert ended == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == handler
