@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -41,8 +42,8 @@ def checkpointing(
 ) -> Run:
     """Return the context manager of a training run. On entry it resumes from the newest checkpoint, if there is one.
     Inside, `run.progress` yields batches and saves checkpoints: every spec.checkpoint.everySteps steps, on SIGTERM (all
-    ranks after the same step; the process then ends with exit code 143) and at the end. Without a checkpoint directory
-    it only reports progress.
+    ranks after the same step; the process then ends with exit code 143) and at the end, also by `sys.exit()` on all
+    ranks. Without a checkpoint directory it only reports progress.
 
     With `sampler`, a run can resume in the middle of an epoch. `more` holds further objects with `state_dict` and
     `load_state_dict`, by name: `scheduler=scheduler`. Raises CheckpointError, and TrainingError for a plain torch
@@ -79,7 +80,7 @@ class Run:
         self.step = 0
         self.epoch = 0
         self._model, self._optimizer, self._sampler = model, optimizer, sampler
-        self._world = current()
+        self._world, self._process = current(), os.getpid()
         self._checkpoints: RunCheckpoints | None = None
         if settings.checkpoint_directory:
             self._checkpoints = RunCheckpoints(self._world, settings, model, optimizer, sampler, more)
@@ -126,10 +127,13 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if os.getpid() != self._process:
+            return  # a fork of the script ends alone
+        is_end = kind is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
-            if kind is None:
+            if is_end:
                 self._finish_batch()
-            if self._checkpoints is not None and kind is not None:
+            if self._checkpoints is not None and not is_end:
                 self._checkpoints.abandon()
             elif self._checkpoints is not None:
                 self._checkpoints.finish()

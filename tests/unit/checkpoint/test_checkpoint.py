@@ -344,6 +344,26 @@ def test_sigterm_saves_and_ends_with_143(moment: str, tmp_path: Path, monkeypatc
     assert run.step == int(newest[5:13])
 
 
+@pytest.mark.parametrize("status", [None, 0, 3, "an error"])
+def test_an_exit_without_an_error_saves_the_last_step(status: int | str | None, tmp_path: Path) -> None:
+    model, optimizer = build_training()
+    settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=100)
+
+    def train_on() -> None:
+        with topkube.checkpointing(model, optimizer, settings=settings) as run:
+            for x in run.progress([torch.ones(4, 20)] * 9):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.step == 4:
+                    sys.exit(status)
+
+    with pytest.raises(SystemExit) as ended:
+        train_on()
+    assert ended.value.code == status
+    assert list_names(tmp_path, "step-*") == ([] if status else ["step-00000005.run-00001"])
+
+
 def test_a_process_that_the_script_forks_ends_by_sigterm(tmp_path: Path) -> None:
     """Otherwise `Process.terminate()` would do nothing, and a pool of multiprocessing would wait for ever."""
     model, optimizer = build_training()
@@ -360,3 +380,24 @@ def test_a_process_that_the_script_forks_ends_by_sigterm(tmp_path: Path) -> None
         sleeper.kill()
     assert ended == -signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_fork_that_leaves_the_run_saves_nothing(tmp_path: Path) -> None:
+    model, optimizer = build_training()
+    settings, child, status = Settings(checkpoint_directory=str(tmp_path)), -1, -1
+    try:
+        with topkube.checkpointing(model, optimizer, settings=settings) as run:
+            for x in run.progress([torch.ones(4, 20)] * 3):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.step == 1:
+                    child = os.fork()
+                    if not child:
+                        sys.exit(0)
+                    status = os.waitpid(child, 0)[1]
+    finally:
+        if not child:
+            os._exit(len(list_names(tmp_path)))
+    assert status == 0
+    assert list_names(tmp_path, "step-*") == ["step-00000003.run-00001"]
