@@ -67,12 +67,19 @@ def create_folder(path: Path) -> Iterator[Path]:
         raise
 
 
+_UNSUPPORTED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems that do not sync directories, such as SMB shares on older kernels."""
+
+
 def sync_directory(directory: Path) -> None:
     """Write the names in `directory` to the disk: names that were created, renamed or removed survive a power failure
-    when this returns. Raises OSError."""
+    when this returns, if the file system can sync directories. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
     finally:
         os.close(descriptor)
 

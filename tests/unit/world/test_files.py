@@ -114,3 +114,14 @@ def test_sync_directory_reports_a_path_that_is_not_a_directory(tmp_path: Path) -
         with pytest.raises(OSError) as raised:  # noqa: PT011
             sync_directory(tmp_path / name)
         assert raised.value.errno == number
+
+
+def test_a_file_system_that_cannot_sync_directories_is_used_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync_directory(Path("/proc"))  # the kernel answers EINVAL, as for some network file systems
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        sync_directory(Path("/proc"))
