@@ -68,14 +68,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         file = io.BytesIO()
         state = optimizer.shared_state() if isinstance(optimizer, DistributedOptimizer) else optimizer.state_dict()
         torch.save(encode(state), file)
-        payload = np.frombuffer(file.getvalue(), np.uint8).copy()
+        payload = np.frombuffer(file.getbuffer(), np.uint8)
     length = int(open_agreement().maximum([float(payload.size)])[0])
     if world.rank != root:
         payload = np.empty(length, np.uint8)
     _broadcast(world, payload, root)
     if world.rank == root and not distributed:
         return
-    state = decode(torch.load(io.BytesIO(payload.tobytes()), weights_only=True))
+    # Into host memory: the GPU of the root is not this rank's, and its memory has no room for the states of a node.
+    state = decode(torch.load(io.BytesIO(payload.data), map_location="cpu", weights_only=True))
     if isinstance(optimizer, DistributedOptimizer):
         optimizer.load_shared_state(state)  # the root too: all ranks compare their layouts at the next backward
     else:

@@ -360,6 +360,20 @@ def case_a_schedule_with_numpy_rates_is_broadcast(world: World) -> None:
     assert len(set(topkube.world.current().comm.allgather(float(optimizer.param_groups[0]["lr"])))) == 1
 
 
+def case_a_state_on_a_gpu_of_the_root_arrives_in_host_memory(world: World) -> None:
+    """The files of tensors on a GPU name that GPU, on which the other ranks of a node have no room."""
+    model = build_network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if topkube.rank() == 0:
+        compute_loss(model, *draw_samples(4)).backward()
+        optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        topkube.broadcast_optimizer_state(optimizer)
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert all(state["momentum_buffer"].device.type == "cpu" for state in optimizer.state.values())
+
+
 def case_two_optimizers_share_uneven_batches(world: World) -> None:
     parts, references = (nn.ModuleList([nn.Linear(24, 40), nn.Linear(24, 40)]) for _ in range(2))
     topkube.broadcast_parameters(parts)
