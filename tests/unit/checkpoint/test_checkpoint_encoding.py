@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from checkpointed_runs import build_training, list_names, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from torch import nn
 from topkube.errors import CheckpointError
 from topkube.training.checkpoint.format.decoding import Undecodable, decode
 from topkube.training.checkpoint.format.encoding import encode
-from topkube.training.checkpoint.format.state_file import Damaged, read_state, write_state
+from topkube.training.checkpoint.format.state_file import Damaged, FileDigest, read_state, write_state
 
 ZONES = st.one_of(
     st.none(),
@@ -259,11 +260,33 @@ def test_a_foreign_file_with_a_valid_checksum_is_damage(tmp_path: Path) -> None:
         path.write_bytes(content)
         written = write_state(tmp_path / "other.pt", {})
         (tmp_path / "other.pt").unlink()
-        import xxhash
-
         digest = type(written)(len(content), xxhash.xxh3_64_intdigest(content))
         with pytest.raises(Damaged):
             read_state(path, digest)
+
+
+def digest_file(path: Path) -> FileDigest:
+    return FileDigest(path.stat().st_size, xxhash.xxh3_64_intdigest(path.read_bytes()))
+
+
+def test_a_sparse_tensor_with_indices_outside_of_it_is_damage(tmp_path: Path) -> None:
+    """Its use would write outside of the memory of other tensors."""
+    path = tmp_path / "shared.pt"
+    values = torch.sparse_coo_tensor(torch.tensor([[10**9]]), torch.ones(1), (4,), check_invariants=False)
+    torch.save({"values": values}, path)
+    with pytest.raises(Damaged, match="cannot be loaded"):
+        read_state(path, digest_file(path))
+
+
+def test_a_program_is_damage_and_torch_does_not_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of torch before 2.6 run TorchScript, also with `weights_only`."""
+    path = tmp_path / "shared.pt"
+    writer = torch._C.PyTorchFileWriter(str(path))
+    writer.write_record("constants.pkl", b"", 0)
+    writer.write_end_of_file()
+    monkeypatch.setattr(torch, "load", lambda *arguments, **options: pytest.fail("torch has loaded a program"))
+    with pytest.raises(Damaged, match="holds a program"):
+        read_state(path, digest_file(path))
 
 
 def test_copies_are_in_host_memory_whatever_the_default_device_is(tmp_path: Path) -> None:

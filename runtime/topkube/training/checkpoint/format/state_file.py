@@ -1,6 +1,8 @@
 """Files of state: they are on disk before a checkpoint is published, and a checksum detects every change.
 
-Files are read with `weights_only=True`, so reading a file runs no code.
+Files are read with `weights_only=True`, so reading a file runs no code: TorchScript, which some versions of torch would
+run in spite of it, is refused first. Sparse tensors are checked, because torch would read and write outside of their
+memory if their indices were too large.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ SEEN_WITHIN_SECONDS = 10.0
 """How long shared storage may take to show a file that another node has written."""
 _CHUNK = 8 << 20
 """The bytes that are read or written at once."""
+_TORCHSCRIPT_RECORD = "constants.pkl"
+"""A record that only archives of TorchScript have. Versions of torch before 2.6 run them, also with `weights_only`."""
 _UNSEEN = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _DAMAGE = (*_UNSEEN, errno.EIO)
 """Read errors that a retry does not fix."""
@@ -120,18 +124,26 @@ def read_state(path: Path, expected: FileDigest) -> dict[str, Any]:
     if digest.intdigest() != expected.digest:
         raise Damaged(f"{path} has changed since it was written")
     try:
-        state = decode(torch.load(path, map_location="cpu", weights_only=True))
+        state = decode(_load(path))
+    except (Damaged, MemoryError):
+        raise
     except Undecodable as error:
         raise Damaged(f"{path} holds {error}") from error
     except OSError as error:
         raise _classify_error(error, path) from error
-    except MemoryError:
-        raise
     except Exception as error:  # not a file of TopKube: torch raises errors of many kinds
         raise Damaged(f"{path} cannot be loaded: {error}") from error
     if not isinstance(state, dict):
         raise Damaged(f"{path} holds a {type(state).__name__} instead of a dict")
     return state
+
+
+def _load(path: Path) -> Any:
+    """Return the contents of a file without running code of it, and without tensors that are not consistent."""
+    if _TORCHSCRIPT_RECORD in torch._C.PyTorchFileReader(str(path)).get_all_records():
+        raise Damaged(f"{path} holds a program")
+    with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def read_text(path: Path) -> str:
