@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from checkpointed_runs import build_training, claim_store, list_names, open_stor
 import topkube
 from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
-from topkube.training.checkpoint import CheckpointStore, host_copies
+from topkube.training.checkpoint import CheckpointStore, host_copies, reader
 from topkube.training.checkpoint import save as save_module
+from topkube.training.checkpoint.format import state_file
 from topkube.training.checkpoint.format.state_file import write_state
 from topkube.training.checkpoint.host_memory import find_available_bytes
 from topkube.training.checkpoint.stages import Stages
@@ -145,9 +147,42 @@ def test_storage_that_hangs_costs_a_deadline_once_and_is_used_again_when_it_answ
         begin_checkpoint(checkpoints, 2)
     gate.opened.set()
     assert futures.wait([hanging.work], SECONDS).done
-    checkpoints._world = dataclasses.replace(world, deadline_seconds=SECONDS)  # other disks may be slow too
+    checkpoints._stages._world = dataclasses.replace(world, deadline_seconds=SECONDS)  # other disks may be slow too
     save_value(checkpoints, 3)
     assert list_names(tmp_path) == ["step-00000003.run-00001"]
+
+
+def test_storage_that_is_slow_to_sync_a_large_file_does_not_count_as_hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes many GB at once, and writes them to the storage when the file is synced."""
+    synced = 0
+
+    def sync_slowly(file: Any) -> None:
+        nonlocal synced
+        size = os.fstat(file.fileno()).st_size
+        time.sleep(2.0 * max(0, size - synced) / (1 << 20))
+        synced = max(synced, size)
+
+    topkube.init()
+    monkeypatch.setattr(state_file, "_CHUNK", 1 << 14)
+    monkeypatch.setattr(state_file, "_MOST_UNSYNCED", 1 << 16)
+    checkpoints = CheckpointStore(tmp_path, 2, dataclasses.replace(topkube.world.current(), deadline_seconds=1.0))
+    checkpoints.claim()
+    monkeypatch.setattr(state_file, "sync", sync_slowly)
+    checkpoints.save(1, lambda: {"value": torch.zeros(1 << 18)}, {"residuals": {}})
+    assert list_names(tmp_path) == ["step-00000001.run-00001"]
+
+
+def test_storage_that_does_not_answer_a_read_costs_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topkube.init()
+    save_value(claim_store(tmp_path), 1)
+    answered = threading.Event()
+    monkeypatch.setattr(reader, "read_state", lambda *arguments: answered.wait(SECONDS))
+    world = dataclasses.replace(topkube.world.current(), deadline_seconds=0.1)
+    with pytest.raises(StorageError, match=r"cannot be read: nothing was read for 0.1 s.*the storage does not answer"):
+        CheckpointStore(tmp_path, 2, world).load(0, 1)
+    answered.set()
 
 
 def test_a_script_that_fails_leaves_no_thread_and_publishes_nothing(tmp_path: Path, gate: Gate) -> None:

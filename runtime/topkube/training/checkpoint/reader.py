@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from topkube.errors import CheckpointError
+from topkube.errors import CheckpointError, StorageError
 from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, name_rank_file, read_manifest
-from topkube.training.checkpoint.format.state_file import Damaged, read_state
+from topkube.training.checkpoint.format.state_file import Damaged, Tally, read_state
 from topkube.training.checkpoint.published import PublishedCheckpoint, list_published
 from topkube.training.checkpoint.residual_shares import compute_shares, recut
 from topkube.training.checkpoint.retention import Retention
+from topkube.training.checkpoint.save import run_in_thread
 from topkube.training.checkpoint.stages import CheckpointSkipped, Stages
 from topkube.training.reporting.warning import warn
 from topkube.world import World
@@ -48,21 +49,15 @@ class CheckpointReader:
             if self._world.rank == 0:
                 numbers = [checkpoints[number].run, checkpoints[number].step, checkpoints[number].again]
             checkpoint = PublishedCheckpoint(*(int(value) for value in self._stages.gather(numbers)[0]))
-            loaded: list[LoadedCheckpoint] = []
-
-            def read(checkpoint: PublishedCheckpoint = checkpoint, loaded: list[LoadedCheckpoint] = loaded) -> None:
-                loaded.append(self._read(checkpoint, copy, copies))
-                check(loaded[0])
-
             try:
-                self._stages.run(read, f"the checkpoint {self._directory / checkpoint.name} cannot be read")
+                loaded = self._read_on_all_ranks(checkpoint, copy, copies, check)
             except CheckpointSkipped as skip:
                 self._retention.damaged.add(checkpoint)
                 if skip.reason:
                     warn(f"{skip.reason}; going back to the previous checkpoint")
                 continue
             self._retention.proven.add(checkpoint)
-            return loaded[0]
+            return loaded
         if count:
             raise CheckpointError(
                 f"none of the {count} checkpoints in {self._directory} can be read",
@@ -71,14 +66,38 @@ class CheckpointReader:
             )
         return None
 
-    def _read(self, checkpoint: PublishedCheckpoint, copy: int, copies: int) -> LoadedCheckpoint:
+    def _read_on_all_ranks(
+        self, checkpoint: PublishedCheckpoint, copy: int, copies: int, check: Callable[[LoadedCheckpoint], None]
+    ) -> LoadedCheckpoint:
+        """Return the checkpoint that all ranks have read. It may take hours: thousands of ranks may share storage that
+        reads less per second than one of them could. Raises StorageError if no rank reads anything for the deadline of
+        collectives, and as `Stages.report` does."""
+        tally, what = Tally(), f"the checkpoint {self._directory / checkpoint.name} cannot be read"
+
+        def read() -> LoadedCheckpoint:
+            loaded = self._read(checkpoint, copy, copies, tally)
+            check(loaded)
+            return loaded
+
+        work = run_in_thread(read)
+        if not self._stages.wait(work, tally):
+            tally.cancelled = True
+            raise StorageError(
+                f"{what}: nothing was read for {self._world.deadline_seconds:g} s",
+                cause="the storage does not answer",
+                next_step="check the storage, or raise TOPKUBE_DEADLINE_SECONDS",
+            )
+        self._stages.report(work.exception(), what)
+        return work.result()
+
+    def _read(self, checkpoint: PublishedCheckpoint, copy: int, copies: int, tally: Tally) -> LoadedCheckpoint:
         path = self._directory / checkpoint.name
         manifest = read_manifest(path)
 
         def read_file(name: str) -> dict[str, Any]:
             if name not in manifest.files:
                 raise Damaged(f"{path / NAME} lists no file {name}")
-            return read_state(path / name, manifest.files[name])
+            return read_state(path / name, manifest.files[name], tally)
 
         def read_residuals(rank: int) -> dict[str, Any]:
             state = read_file(name_rank_file(rank)).get("residuals")

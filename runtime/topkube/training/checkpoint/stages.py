@@ -3,18 +3,22 @@ another."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from concurrent.futures import Future, wait
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from topkube.errors import CheckpointError, StorageError
-from topkube.training.checkpoint.format.state_file import Damaged, is_missing
+from topkube.training.checkpoint.format.state_file import Damaged, Tally, is_missing
 from topkube.training.ranks import communication_thread
 from topkube.training.ranks.agreement import name_ranks, open_agreement
 from topkube.world import World
 
+_CHECK_SECONDS = 0.25
+"""The longest pause between two agreements of ranks that wait for the storage."""
 _SUCCEEDED, _DAMAGED, _STORAGE, _OTHER = range(4)
 """The outcome of a stage on a rank."""
 
@@ -40,6 +44,23 @@ class Stages:
             return np.array([values], np.float64)
         agreement = open_agreement()
         return communication_thread.run(lambda: agreement.gather(values))
+
+    def wait(self, work: Future[Any], tally: Tally) -> bool:
+        """Wait until `work`, in which this rank writes or reads the bytes of `tally`, is done on all ranks. Return True
+        then, and False on all ranks if rank 0 sees no rank move a byte for the deadline of collectives. The ranks agree
+        at intervals, so that a rank with slow storage does not count as missing."""
+        pause, last_progress, last_total, is_given_up = 1e-3, time.monotonic(), -1.0, False
+        while True:
+            wait([work], pause)
+            rows = self.gather([work.done(), tally.bytes, is_given_up])
+            if rows[:, 0].all():
+                return True
+            if rows[0, 2]:
+                return False
+            if (total := float(rows[:, 1].sum())) != last_total:
+                last_progress, last_total = time.monotonic(), total
+            is_given_up = time.monotonic() - last_progress > self._world.deadline_seconds
+            pause = min(2 * pause, _CHECK_SECONDS)
 
     def run(self, stage: Callable[[], None], what: str) -> None:
         """Run a stage on every rank. Raises as `report` does."""

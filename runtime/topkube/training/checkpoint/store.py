@@ -34,9 +34,6 @@ from topkube.training.checkpoint.save import Save, await_files
 from topkube.training.checkpoint.stages import Stages
 from topkube.world import World
 
-_CHECK_SECONDS = 0.25
-"""The longest pause between two agreements of ranks that wait for a save."""
-
 
 class CheckpointStore:
     """The checkpoints in a directory. All ranks call every method together. A failure on one rank raises an error on
@@ -213,21 +210,10 @@ class CheckpointStore:
         self._retention.apply()
 
     def _wait(self, save: Save) -> None:
-        """Wait until the stage is done on all ranks. The ranks agree at intervals, so that a rank with a slow disk does
-        not count as missing. Raises StorageError on all ranks if rank 0 sees no byte written anywhere for the deadline
-        of collectives."""
-        pause, last_progress, last_total, given_up = 1e-3, time.monotonic(), -1.0, False
-        while True:
-            wait([save.work], pause)
-            rows = self._stages.gather([save.work.done(), save.tally.bytes, given_up])
-            if rows[:, 0].all():
-                return
-            if rows[0, 2]:
-                break
-            if (total := float(rows[:, 1].sum())) != last_total:
-                last_progress, last_total = time.monotonic(), total
-            given_up = time.monotonic() - last_progress > self._world.deadline_seconds
-            pause = min(2 * pause, _CHECK_SECONDS)
+        """Wait until the stage is done on all ranks. Raises StorageError on all ranks if no rank writes anything for
+        the deadline of collectives."""
+        if self._stages.wait(save.work, save.tally):
+            return
         self._save, self._hung = None, save.work
         save.tally.cancelled = True
         raise StorageError(

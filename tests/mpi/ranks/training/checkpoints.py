@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +29,9 @@ from ranks.training.scene import (
 )
 from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
+from topkube.training.checkpoint import reader
 from topkube.training.checkpoint import save as save_module
-from topkube.training.checkpoint.format.state_file import write_state
+from topkube.training.checkpoint.format.state_file import FileDigest, Tally, read_state, write_state
 from topkube.training.checkpoint.residual_shares import recut
 from topkube.world import World
 
@@ -93,6 +95,20 @@ def case_if_the_disk_of_one_rank_is_full_no_rank_has_the_checkpoint(world: World
         assert train(directory, 5, ScriptObject()).failed_checkpoints == 1
         world.comm.Barrier()
         assert list_checkpoint_names(directory) == ["step-00000002.run-00001", "step-00000005.run-00001"]
+
+
+def case_a_rank_that_reads_longer_than_the_deadline_is_waited_for_while_it_reads(world: World) -> None:
+    def read_slowly(path: Path, expected: FileDigest, tally: Tally) -> Any:
+        for _ in range(9 if world.rank == world.size - 1 and path.name == "shared.pt" else 0):
+            time.sleep(0.5)
+            tally.count(1)
+        return read_state(path, expected, tally)
+
+    with make_shared_directory(world) as directory, pytest.MonkeyPatch.context() as patch:
+        train(directory, 2, ScriptObject())
+        patch.setattr(reader, "read_state", read_slowly)
+        patch.setattr(world, "deadline_seconds", 3.0)
+        assert train(directory, 2, ScriptObject()).step == 2
 
 
 def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World) -> None:

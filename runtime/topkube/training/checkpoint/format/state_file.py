@@ -24,6 +24,9 @@ SEEN_WITHIN_SECONDS = 10.0
 """How long shared storage may take to show a file that another node has written."""
 _CHUNK = 8 << 20
 """The bytes that are read or written at once."""
+_MOST_UNSYNCED = 1 << 30
+"""The bytes after which a file that grows is synced. Otherwise the kernel may take 20 GB at once and write them to slow
+storage in one sync, and nothing would show for many minutes that the storage works."""
 _TORCHSCRIPT_RECORD = "constants.pkl"
 """A record that only archives of TorchScript have. Versions of torch before 2.6 run them, also with `weights_only`."""
 _UNSEEN = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -49,10 +52,17 @@ class FileDigest:
 
 @dataclass
 class Tally:
-    """The bytes that a save has written so far. A thread that writes stops soon after `cancelled` is set."""
+    """The bytes that a save has written, or a load has read, so far. A thread that writes or reads stops soon after
+    `cancelled` is set."""
 
     bytes: int = 0
     cancelled: bool = False
+
+    def count(self, count: int) -> None:
+        """Count bytes. Raises Cancelled."""
+        if self.cancelled:
+            raise Cancelled
+        self.bytes += count
 
 
 class _CheckedFile:
@@ -66,6 +76,7 @@ class _CheckedFile:
         self.bytes, self.hash = 0, xxhash.xxh3_64()
         self.error: OSError | Cancelled | None = None
         self._file, self._tally = file, tally
+        self._unsynced = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -78,11 +89,14 @@ class _CheckedFile:
         done = 0
         try:
             while done < len(chunk):
-                if self._tally.cancelled:
-                    raise Cancelled
+                self._tally.count(0)
                 count = self._file.write(chunk[done:])  # a full disk may take a part
                 done += count
-                self._tally.bytes += count
+                self._tally.count(count)
+            self._unsynced += len(chunk)
+            if self._unsynced >= _MOST_UNSYNCED:
+                sync(self._file)
+                self._unsynced = 0
         except (OSError, Cancelled) as error:
             self.error = error
             raise
@@ -90,6 +104,26 @@ class _CheckedFile:
 
     def flush(self) -> None:
         self._file.flush()
+
+
+class _CountedFile:
+    """A file that `torch.load` reads, which counts the bytes."""
+
+    def __init__(self, file: IO[bytes], tally: Tally) -> None:
+        self._file, self._tally = file, tally
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._tally.count(len(data))
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        view, done = memoryview(buffer).cast("B"), 0
+        while count := cast(Any, self._file).readinto(view[done : done + _CHUNK]):
+            done += count
+            self._tally.count(count)
+        return done
 
 
 def write_state(path: Path, state: dict[str, Any], tally: Tally | None = None) -> FileDigest:
@@ -107,9 +141,10 @@ def write_state(path: Path, state: dict[str, Any], tally: Tally | None = None) -
     return FileDigest(checked.bytes, checked.hash.intdigest())
 
 
-def read_state(path: Path, expected: FileDigest) -> dict[str, Any]:
+def read_state(path: Path, expected: FileDigest, tally: Tally | None = None) -> dict[str, Any]:
     """Return the state that `write_state` wrote, decoded. Waits for a file that is not complete yet, for
-    SEEN_WITHIN_SECONDS. Raises Damaged if the file has changed since it was written, else OSError."""
+    SEEN_WITHIN_SECONDS. Raises Damaged if the file has changed since it was written, Cancelled, else OSError."""
+    tally = tally or Tally()
     wait_until_seen(lambda: _read_size(path) == expected.bytes, path.parent)
     digest, count = xxhash.xxh3_64(), 0
     try:
@@ -117,6 +152,7 @@ def read_state(path: Path, expected: FileDigest) -> dict[str, Any]:
             while data := file.read(_CHUNK):
                 digest.update(data)
                 count += len(data)
+                tally.count(len(data))
     except OSError as error:
         raise _classify_error(error, path) from error
     if count != expected.bytes:
@@ -124,8 +160,8 @@ def read_state(path: Path, expected: FileDigest) -> dict[str, Any]:
     if digest.intdigest() != expected.digest:
         raise Damaged(f"{path} has changed since it was written")
     try:
-        state = decode(_load(path))
-    except (Damaged, MemoryError):
+        state = decode(_load(path, tally))
+    except (Cancelled, Damaged, MemoryError):
         raise
     except Undecodable as error:
         raise Damaged(f"{path} holds {error}") from error
@@ -138,12 +174,12 @@ def read_state(path: Path, expected: FileDigest) -> dict[str, Any]:
     return state
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, tally: Tally) -> Any:
     """Return the contents of a file without running code of it, and without tensors that are not consistent."""
     if _TORCHSCRIPT_RECORD in torch._C.PyTorchFileReader(str(path)).get_all_records():
         raise Damaged(f"{path} holds a program")
-    with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
-        return torch.load(path, map_location="cpu", weights_only=True)
+    with path.open("rb") as file, torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+        return torch.load(cast(IO[bytes], _CountedFile(file, tally)), map_location="cpu", weights_only=True)
 
 
 def read_text(path: Path) -> str:
