@@ -106,7 +106,10 @@ class CheckpointError(TopKubeError, RuntimeError):
 
 class StorageError(CheckpointError):
     """The storage did not take a checkpoint: it is full, read-only, failing or does not answer, or the temporary folder
-    was removed. The previous checkpoint still exists, so training may continue."""
+    was removed. The previous checkpoint still exists, so training may continue. `is_of_others` is True if the storage
+    of this rank has not failed: the message names the ranks whose output has the reason."""
+
+    is_of_others = False
 
 
 class LaunchError(TopKubeError, RuntimeError):

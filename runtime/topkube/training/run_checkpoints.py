@@ -153,7 +153,7 @@ class RunCheckpoints:
 
     def _run_stage(self, stage: Callable[[], int | None]) -> None:
         """Run a stage of a save. A disk that is full for some time does not end training: the failure is counted, and
-        reported once."""
+        reported once, by rank 0 and by the ranks that have the reason."""
         try:
             if stage() is not None:
                 self.saved = self._begun
@@ -166,7 +166,7 @@ class RunCheckpoints:
                 self._failure_reported = False
         except StorageError as error:
             self.failed += 1
-            if not self._failure_reported and self._world.rank == 0:
+            if not self._failure_reported and (self._world.rank == 0 or not error.is_of_others):
                 warn(f"training continues without this checkpoint: {error}")
             self._failure_reported = True
 

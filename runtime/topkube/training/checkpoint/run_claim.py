@@ -23,7 +23,7 @@ from typing import Any
 
 from topkube.errors import CheckpointError
 from topkube.files import create_folder, sync_directory
-from topkube.training.checkpoint.format.state_file import write_new_text
+from topkube.training.checkpoint.format.state_file import wait_until_seen, write_new_text
 from topkube.training.checkpoint.published import find_last_run
 
 _NAME = re.compile(r"\.run-(\d+)")
@@ -33,10 +33,12 @@ _KEPT = 16
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim of a run on `directory`. `run` is the number of the run, from 1; later runs have higher numbers."""
+    """The claim of a run on `directory`. `run` is the number of the run, from 1; later runs have higher numbers. `time`
+    is the Unix time of the claim."""
 
     directory: Path
     run: int
+    time: float
 
     @classmethod
     def make(cls, directory: Path, job: str, attempt: int) -> Claim:
@@ -52,10 +54,10 @@ class Claim:
                         cause="this attempt was given up while it started, for example because its node was lost",
                         next_step="nothing: the later attempt continues; for a run by hand unset TOPKUBE_ATTEMPT",
                     )
-            claim = cls(directory, max([*claims, find_last_run(directory)]) + 1)
-            about = {"job": job, "attempt": attempt, "host": socket.gethostname(), "time": time.time()}
+            claim = cls(directory, max([*claims, find_last_run(directory)]) + 1, time.time())
+            about = {"job": job, "attempt": attempt, "host": socket.gethostname(), "time": claim.time}
             try:
-                with create_folder(directory / f".run-{claim.run:05d}") as part:
+                with create_folder(claim._path) as part:
                     part.mkdir()
                     write_new_text(part / "claim.json", json.dumps(about))
             except FileExistsError:
@@ -64,6 +66,20 @@ class Claim:
             for old in sorted(claims)[: -(_KEPT - 1)]:
                 shutil.rmtree(claims[old], ignore_errors=True)
             return claim
+
+    @property
+    def _path(self) -> Path:
+        return self.directory / f".run-{self.run:05d}"
+
+    def await_sight(self) -> None:
+        """Wait until this rank sees the claim that another rank has made. Raises CheckpointError after
+        state_file.SEEN_WITHIN_SECONDS: the directory is another one on this rank's node."""
+        if not wait_until_seen(lambda: _read_claim(self._path).get("time") == self.time, self.directory):
+            raise CheckpointError(
+                f"{socket.gethostname()} does not see what rank 0 has written to {self.directory}",
+                cause="the directory is not the same on all nodes: each node has a disk of its own there",
+                next_step="use storage that all nodes share (a ReadWriteMany volume)",
+            )
 
     def check(self) -> None:
         """Raise CheckpointError if a later run has claimed the directory."""

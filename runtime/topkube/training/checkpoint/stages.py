@@ -92,11 +92,14 @@ class Stages:
         if problem is not None:
             cause, next_step = _find_advice(problem)
             raise error(f"{what}: {problem}", cause=cause, next_step=next_step) from problem
-        raise error(
+        failure = error(
             f"{what}: {name_ranks(failed)} failed",
             cause="no space, no permission, or a directory that not all nodes share",
             next_step=f"read the output of {name_ranks(failed)}",
         )
+        if isinstance(failure, StorageError):
+            failure.is_of_others = True
+        raise failure
 
 
 def _classify(problem: BaseException | None) -> int:

@@ -56,15 +56,20 @@ class CheckpointStore:
         """The number of the residual copy in the current save, and the number of copies in the world."""
 
     def claim(self) -> None:
-        """Claim the directory: from now on this run writes to it, and no earlier run does. Raises CheckpointError."""
+        """Claim the directory: from now on this run writes to it, and no earlier run does. Raises CheckpointError, also
+        if not all ranks see the same directory."""
+        what = f"the checkpoint directory {self.directory} cannot be used"
 
         def take() -> None:
             if self._lead:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._claim = Claim.make(self.directory, self._job, self._attempt)
 
-        self._stages.run(take, f"the checkpoint directory {self.directory} cannot be used")
-        self._run = int(self._stages.gather([self._claim.run if self._claim else 0])[0, 0])
+        self._stages.run(take, what)
+        own = self._claim or Claim(self.directory, 0, 0.0)
+        run, made_at = self._stages.gather([own.run, own.time])[0]
+        self._run = int(run)
+        self._stages.run(Claim(self.directory, self._run, float(made_at)).await_sight, what)
 
     def run_on_all_ranks(self, stage: Callable[[], None], what: str) -> None:
         """Run a stage on every rank. Raises CheckpointError on all ranks if it fails on one: "`what`: why"."""
@@ -216,11 +221,13 @@ class CheckpointStore:
             return
         self._save, self._hung = None, save.work
         save.tally.cancelled = True
-        raise StorageError(
+        failure = StorageError(
             f"{self._describe_failure(save.step)}: nothing was written for {self._world.deadline_seconds:g} s",
             cause="the storage does not answer",
             next_step="check the storage, or raise TOPKUBE_DEADLINE_SECONDS",
         )
+        failure.is_of_others = save.work.done()
+        raise failure
 
     def _remove(self, folder: Path) -> None:
         if self._lead:

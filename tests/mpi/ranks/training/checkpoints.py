@@ -29,8 +29,10 @@ from ranks.training.scene import (
 )
 from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
+from topkube.training import run_checkpoints
 from topkube.training.checkpoint import reader
 from topkube.training.checkpoint import save as save_module
+from topkube.training.checkpoint.format import state_file
 from topkube.training.checkpoint.format.state_file import FileDigest, Tally, read_state, write_state
 from topkube.training.checkpoint.residual_shares import recut
 from topkube.world import World
@@ -90,11 +92,30 @@ def case_if_the_disk_of_one_rank_is_full_no_rank_has_the_checkpoint(world: World
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_state(path, *arguments)
 
+    warnings: list[str] = []
     with make_shared_directory(world) as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_module, "write_state", write_or_refuse)
+        patch.setattr(run_checkpoints, "warn", warnings.append)
         assert train(directory, 5, ScriptObject()).failed_checkpoints == 1
         world.comm.Barrier()
         assert list_checkpoint_names(directory) == ["step-00000002.run-00001", "step-00000005.run-00001"]
+    reason = "No space left on device" if world.rank == world.size - 1 else f"read the output of rank {world.size - 1}"
+    is_named_here = world.rank in (0, world.size - 1)
+    assert [reason in text for text in warnings] == [True] * is_named_here, (
+        "rank 0 names the rank, which has the reason"
+    )
+
+
+def case_a_directory_that_nodes_do_not_share_is_refused_at_the_start(world: World) -> None:
+    """Otherwise no checkpoint could be saved, and training would continue without."""
+    last = world.size - 1
+    with make_shared_directory(world) as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_file, "SEEN_WITHIN_SECONDS", 0.1)
+        own = Path(directory, "own" if world.rank == last else "others")
+        own.mkdir(exist_ok=True)
+        expected = "not the same on all nodes" if world.rank == last else f"cannot be used: rank {last} failed"
+        with pytest.raises(CheckpointError, match=expected):
+            train(str(own), 2, ScriptObject())
 
 
 def case_a_rank_that_reads_longer_than_the_deadline_is_waited_for_while_it_reads(world: World) -> None:
