@@ -250,3 +250,22 @@ def test_a_file_in_the_path_of_the_directory_is_the_reported_cause(tmp_path: Pat
     (tmp_path / "notes").write_text("a file")
     with pytest.raises(StorageError, match=r"cannot be used.*a part of the directory's path is a file"):
         claim_store(tmp_path / "notes" / "checkpoints")
+
+
+def test_runs_that_are_preempted_often_do_not_fill_the_disk(tmp_path: Path) -> None:
+    """Each run reads one checkpoint and writes one, so no run ever knows two checkpoints to be whole and a third one to
+    be old."""
+    for step in range(1, 12):
+        current = claim_store(tmp_path, keep=3)
+        current.load(0, 1)
+        save_value(current, step)
+    names = list_names(tmp_path, "step-*")
+    assert [int(name[5:13]) for name in names] == [6, 7, 8, 9, 10, 11]
+    for name in names[:4]:  # they do not count as whole
+        (tmp_path / name / "shared.pt").write_bytes(b"")
+    current = claim_store(tmp_path, keep=3)
+    for step in (12, 13):
+        save_value(current, step)
+    assert [int(name[5:13]) for name in list_names(tmp_path, "step-*")] == [6, 7, 8, 9, 10, 11, 12, 13]
+    save_value(current, 14)
+    assert [int(name[5:13]) for name in list_names(tmp_path, "step-*")] == [12, 13, 14]

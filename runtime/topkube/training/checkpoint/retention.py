@@ -1,15 +1,17 @@
 """The removal of old checkpoints.
 
-A checkpoint is removed only if there are `keep` newer checkpoints that this run has written, or has read completely.
-Damaged checkpoints are kept under another name. Checkpoints that this version cannot read stay as they are.
+A checkpoint is removed only if there are `keep` newer checkpoints that this run has written, or has read completely; or
+twice as many that look whole, because runs that are preempted after every save would otherwise fill the disk. Damaged
+checkpoints are kept under another name. Checkpoints that this version cannot read stay as they are.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from topkube.training.checkpoint.format.manifest import is_manifest_readable
+from topkube.training.checkpoint.format.manifest import has_all_files, is_manifest_readable
 from topkube.training.checkpoint.published import PublishedCheckpoint, list_published, list_unfinished
 from topkube.training.reporting.warning import warn
 
@@ -24,6 +26,8 @@ class Retention:
         self._directory, self._keep = directory, keep
         self._written: set[PublishedCheckpoint] = set()
         self._reported: set[PublishedCheckpoint] = set()
+        self._whole: dict[PublishedCheckpoint, bool] = {}
+        """If checkpoints of earlier runs looked whole when this run examined them."""
 
     def note_written(self, checkpoint: PublishedCheckpoint) -> None:
         """Note a checkpoint that this run has published."""
@@ -36,12 +40,29 @@ class Retention:
         for checkpoint in self.damaged.intersection(checkpoints):
             self._set_aside(checkpoint)
         self.proven.intersection_update(checkpoints)
-        kept = sorted(self.proven)[-self._keep :]
-        if len(kept) < self._keep:
+        others = sorted(set(checkpoints) - self.damaged)
+        if not others:
             return
-        for checkpoint in sorted(set(checkpoints) - self.damaged):
-            if checkpoint < kept[0] and (checkpoint in self._written or self._can_read(checkpoint)):
+        oldest_kept = self._find_oldest_kept(others)
+        for checkpoint in others:
+            if checkpoint < oldest_kept and (checkpoint in self._written or self._can_read(checkpoint)):
                 self._remove(checkpoint)
+
+    def _find_oldest_kept(self, checkpoints: Sequence[PublishedCheckpoint]) -> PublishedCheckpoint:
+        """Return the checkpoint, of `checkpoints` from the oldest on, of which those before are superseded."""
+        if len(self.proven) >= self._keep:
+            return sorted(self.proven)[-self._keep]
+        if len(checkpoints) > 2 * self._keep:
+            whole = [checkpoint for checkpoint in checkpoints if self._looks_whole(checkpoint)]
+            if len(whole) >= 2 * self._keep:
+                return whole[-2 * self._keep]
+        return checkpoints[0]
+
+    def _looks_whole(self, checkpoint: PublishedCheckpoint) -> bool:
+        if checkpoint not in self._whole:
+            is_proven = checkpoint in self.proven
+            self._whole[checkpoint] = is_proven or has_all_files(self._directory / checkpoint.name)
+        return self._whole[checkpoint]
 
     def sweep(self, run: int, current: Path) -> None:
         """Remove the folders that unfinished saves and removals of `run` and earlier runs have left, except

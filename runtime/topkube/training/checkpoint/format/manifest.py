@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,18 @@ def is_manifest_readable(folder: Path) -> bool:
     except (Damaged, CheckpointError, OSError):
         return False
     return True
+
+
+def has_all_files(folder: Path) -> bool:
+    """Return True if this version can read the manifest in `folder`, and all files that it lists have their lengths.
+    Their contents are not read."""
+    try:
+        manifest = _build_manifest(_parse(folder), folder)
+        with os.scandir(folder) as entries:
+            lengths = {entry.name: entry.stat().st_size for entry in entries}
+    except (Damaged, CheckpointError, OSError):
+        return False
+    return all(lengths.get(name) == file.bytes for name, file in manifest.files.items())
 
 
 def _parse(folder: Path) -> dict[str, Any]:
