@@ -50,6 +50,8 @@ def _select_agents(series: str, selector: str = "") -> str:
 _SINCE_STEP = f"time() - max {_BY_JOB} ({_select_jobs('topkube_last_step_timestamp_seconds')})"
 _SINCE_ACTIVITY = f"time() - max {_BY_JOB} ({_select_jobs('topkube_last_activity_timestamp_seconds')})"
 _SINCE_PHASE = f"time() - max {_BY_JOB} ({_select_jobs('topkube_job_phase_timestamp_seconds')})"
+_OTHER_PHASE = _select_jobs("topkube_job_phase", 'phase!="Running"')
+"""Workers that wait for the next attempt still serve the last step of their last attempt."""
 _MEAN_STEP = (
     f"sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_sum')}) "
     f"/ sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_count')})"
@@ -125,12 +127,13 @@ JOBS = (
         "TopKubeJobStalled",
         f"({_SINCE_STEP} > <seconds> and {_ON_JOB} {_SINCE_STEP} > <factor> * {_MEAN_STEP}) "
         f"unless {_ON_JOB} max {_BY_JOB} ({_select_jobs('topkube_job_progress_ratio')}) >= 1 "
-        f"unless {_ON_JOB} {_SINCE_ACTIVITY} < <seconds>",
+        f"unless {_ON_JOB} {_SINCE_ACTIVITY} < <seconds> "
+        f"unless {_ON_JOB} {_OTHER_PHASE} == 1",
         "1m",
         "critical",
         f"{_JOB} has finished no step for {{{{ $value | humanizeDuration }}}} and shows no other sign of life",
         "job-stalled",
-        "no step and no other collective for ten minutes, and no step for ten times its usual duration",
+        "a running job has no step and no other collective for ten minutes, and no step for ten times its usual time",
         {"seconds": 600, "factor": 10},
     ),
     Alert(
@@ -188,13 +191,13 @@ JOBS = (
     Alert(
         "TopKubeJobPendingTooLong",
         f"({_SINCE_PHASE} > <seconds>) and {_ON_JOB} "
-        + _select_jobs("topkube_job_phase", 'phase=~"Pending|Starting"')
+        + _select_jobs("topkube_job_phase", 'phase=~"Pending|Starting|Restarting"')
         + " == 1",
         "1m",
         "warning",
         f"{_JOB} has been waiting to run for {{{{ $value | humanizeDuration }}}}",
         "pending-too-long",
-        "a job is in Pending or Starting for half an hour",
+        "a job is in Pending, Starting or Restarting for half an hour",
         {"seconds": 1800},
     ),
     Alert(

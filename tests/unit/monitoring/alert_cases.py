@@ -114,6 +114,9 @@ CASES: dict[str, list[Case]] = {
             False,
         ),
         ({LAST_STEP: "60x60 _x60"}, 100, False),
+        ({LAST_STEP: "60x60", **STEPS, **PROGRESS, **build_phase("Running")}, 15, True),
+        # A worker that waits for the next attempt serves the last step of the attempt before.
+        ({LAST_STEP: "60x60", **STEPS, **PROGRESS, **build_phase("Restarting")}, 30, False),
         # An evaluation on all ranks: no step, and collectives. Then a rank hangs.
         ({LAST_STEP: "60x60", **STEPS, **PROGRESS, LAST_ACTIVITY: "0+60x30 1800x60"}, 30, False),
         ({LAST_STEP: "60x60", **STEPS, **PROGRESS, LAST_ACTIVITY: "0+60x30 1800x60"}, 39, False),
@@ -169,6 +172,8 @@ CASES: dict[str, list[Case]] = {
     "TopKubeJobPendingTooLong": [
         ({PHASE_TIMESTAMP: "0x60", **build_phase("Pending")}, 40, True),
         ({PHASE_TIMESTAMP: "0x60", **build_phase("Pending")}, 20, False),
+        ({PHASE_TIMESTAMP: "0x60", **build_phase("Restarting")}, 40, True),  # the phase until ranks run again
+        ({PHASE_TIMESTAMP: "0x60", **build_phase("Suspended")}, 40, False),
         ({PHASE_TIMESTAMP: "0x60", **build_phase("Running")}, 40, False),
         ({PHASE_TIMESTAMP: "0x60"}, 40, False),
     ],
