@@ -54,6 +54,15 @@ def test_every_alert_has_cases_that_fire_that_do_not_and_that_miss_series() -> N
         assert len(cases) >= 3, name
 
 
+@pytest.mark.parametrize("page", sorted(RUNBOOKS.glob("*.md")), ids=lambda page: page.stem)
+def test_runbooks_read_the_logs_of_all_replicas(page: Path) -> None:
+    """For a Deployment, kubectl shows the log of one of its pods, which may be the replica that stands by."""
+    text = page.read_text()
+    assert not re.search(r"kubectl logs [^\n]*deployment/", text)
+    for line in re.findall(r"^kubectl logs .* -l .*$", text, re.MULTILINE):
+        assert {"--prefix", "--tail"} <= set(line.split()), "without --tail, kubectl shows 10 lines of each pod"
+
+
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 def test_every_alert_has_a_runbook_with_the_next_steps(alert: Alert) -> None:
     text = (RUNBOOKS / f"{alert.runbook}.md").read_text()
