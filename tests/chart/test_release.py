@@ -90,6 +90,22 @@ def test_the_images_of_the_runtime_have_the_libraries_of_object_stores(folder: s
     assert "topkube" not in names, "an extra that names others must be written out"
 
 
+def test_the_workflow_gives_images_the_tag_that_the_chart_and_the_samples_name(tmp_path: Path) -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yaml").read_text())["jobs"]["images"]["steps"]
+    commands = {step["id"]: step for step in steps if "id" in step}
+    repository, _, tag = commands["push"]["with"]["tags"].partition("}}:")
+    assert repository == "${{ env.REGISTRY }}/${{ matrix.image "
+    assert tag == "${{ steps.version.outputs.number }}${{ matrix.suffix }}"
+    output = tmp_path / "output"
+    environment = {
+        "GITHUB_REF_NAME": f"v{VERSION}",
+        "GITHUB_OUTPUT": str(output),
+    }  # the tag that check_version asks for
+    subprocess.run(["bash", "-c", commands["version"]["run"]], env=environment, check=True)
+    assert output.read_text() == f"number={VERSION}\n"
+    assert yaml.safe_load((ROOT / "charts/topkube/Chart.yaml").read_text())["appVersion"] == VERSION
+
+
 def test_the_workflow_builds_as_make_release_does() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())
     commands = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
