@@ -11,6 +11,8 @@ RUN apt-get update \
 # The configuration that pip needs behind a mirror. It is not part of the wheel.
 ARG PIP_CERT
 ARG PIP_FIND_LINKS
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
 COPY pyproject.toml README.md LICENSE /source/
 COPY csrc /source/csrc
 COPY runtime /source/runtime

@@ -119,3 +119,14 @@ def test_the_workflow_builds_as_make_release_does() -> None:
     for job in workflow["jobs"].values():
         needs = job.get("needs", [])
         assert set([needs] if isinstance(needs, str) else needs) <= workflow["jobs"].keys()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "images").rglob("*Dockerfile")), ids=lambda path: path.parent.name)
+def test_each_stage_that_runs_pip_takes_the_index_of_a_mirror(path: Path) -> None:
+    stages = re.split(r"^FROM ", path.read_text(), flags=re.MULTILINE)[1:]
+    with_pip = [stage for stage in stages if re.search(r"\bpip (install|wheel)\b", stage)]
+    assert with_pip
+    for stage in with_pip:
+        before_pip = re.split(r"\bpip (?:install|wheel)\b", stage)[0]
+        declared = set(re.findall(r"^ARG (\w+)", before_pip, re.MULTILINE))
+        assert declared >= {"PIP_CERT", "PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"}
