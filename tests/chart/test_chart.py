@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,6 +214,22 @@ def test_names_follow_the_release_and_stay_within_63_characters() -> None:
     assert max(map(len, names)) <= 63
     assert find_only("Deployment", render(name="second"))["metadata"]["name"] == "second-topkube-operator"
     assert find_only("Deployment", render({"fullnameOverride": "own"}))["metadata"]["name"] == "own-operator"
+
+
+@pytest.mark.parametrize("name", ["2024", "topkube.prod", "1.2", "a." + "b" * 40])
+def test_objects_have_valid_names_whatever_the_name_of_the_release(name: str) -> None:
+    """Helm accepts such releases. A Service must have a name that begins with a letter and contains no dots."""
+    for objects in (render(EVERYTHING, name=name), render({"fullnameOverride": "1st"}, name=name)):
+        for item in objects:
+            if item["kind"] == "Service":
+                assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", item["metadata"]["name"])
+            assert re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", item["metadata"]["name"])
+            assert len(item["metadata"]["name"]) <= 63
+        service = find_only("Service", objects)["metadata"]["name"]
+        hook = find_only("ValidatingWebhookConfiguration", objects)["webhooks"][0]
+        assert hook["clientConfig"]["service"]["name"] == service
+        (operator,) = read_pod_spec(objects)["containers"]
+        assert f"--webhook={service}.topkube-system.svc" in operator["args"]
 
 
 def _list_texts(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

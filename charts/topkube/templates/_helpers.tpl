@@ -1,14 +1,12 @@
+{{- /* Services must have names that begin with a letter and contain no dots; the names of releases need not. */ -}}
 {{- define "topkube.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 39 | trimSuffix "-" -}}
-{{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 39 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 39 | trimSuffix "-" -}}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- $full = default $full .Values.fullnameOverride | replace "." "-" -}}
+{{- if not (regexMatch "^[a-z]" $full) -}}
+{{- $full = printf "topkube-%s" $full -}}
 {{- end -}}
-{{- end -}}
+{{- $full | trunc 39 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "topkube.operator" -}}
