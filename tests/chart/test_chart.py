@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import re
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import helm_python as helm
@@ -230,6 +236,67 @@ def test_objects_have_valid_names_whatever_the_name_of_the_release(name: str) ->
         assert hook["clientConfig"]["service"]["name"] == service
         (operator,) = read_pod_spec(objects)["containers"]
         assert f"--webhook={service}.topkube-system.svc" in operator["args"]
+
+
+def test_the_test_pod_runs_where_operator_pods_run() -> None:
+    """On a cluster whose nodes all have taints, it would wait; on a node with another processor, it would fail."""
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
+    values = {**EVERYTHING, "operator": {**EVERYTHING["operator"], "affinity": affinity}}
+    objects = render(values)
+    operator, test = find_only("Deployment", objects)["spec"]["template"], find_only("Pod", objects)
+    for field in ("nodeSelector", "tolerations", "imagePullSecrets", "affinity"):
+        assert test["spec"][field] == operator["spec"][field]
+    assert test["metadata"]["labels"]["c"] == "d"  # such as the label that keeps a mesh's sidecar away
+    assert test["metadata"]["annotations"]["a"] == "b"
+
+
+STAND_IN = """
+class ApiException(Exception):
+    body = '{"message": "spec.workers, command"}'
+
+class CustomObjectsApi:
+    def create_namespaced_custom_object(self, group, version, namespace, plural, job, dry_run):
+        if job["spec"]["workers"] == 0 or "command" not in job["spec"]["template"]["spec"]["containers"][0]:
+            raise ApiException
+
+def load_incluster_config():
+    pass
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_test_pod_reaches_the_operator_by_both_families_of_addresses(address: str, tmp_path: Path) -> None:
+    class Server(http.server.HTTPServer):
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'topkube_leader{release="topkube"} 1.0\n')
+
+    (tmp_path / "kubernetes").mkdir()
+    for name in ("__init__", "client", "config"):
+        (tmp_path / f"kubernetes/{name}.py").write_text(STAND_IN if name != "__init__" else "")
+    try:
+        server = Server((address, 0), Handler)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (container,) = find_only("Pod", render({"metrics": {"port": server.server_port}}))["spec"]["containers"]
+        service = {"$(TOPKUBE_OPERATOR_SERVICE_HOST)": address}  # which Kubernetes puts in its place
+        environment = {entry["name"]: service.get(entry["value"], entry["value"]) for entry in container["env"]}
+        ended = subprocess.run(
+            [sys.executable, "-c", *container["args"]],
+            env={**environment, "PYTHONPATH": str(tmp_path), "no_proxy": "*"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        server.shutdown()
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "a replica leads" in ended.stdout
 
 
 def _list_texts(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

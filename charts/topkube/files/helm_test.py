@@ -37,8 +37,10 @@ def is_leading():
     """Return True if the replica that answers leads, or if it is ready and protects its metrics. Replicas answer in
     turn."""
     path = os.environ.get("METRICS_PATH", "/metrics")
+    scheme, host, port = (os.environ[f"METRICS_{name}"] for name in ("SCHEME", "HOST", "PORT"))
+    address = f"[{host}]" if ":" in host else host  # IPv6
     unverified = ssl._create_unverified_context()
-    with urllib.request.urlopen(os.environ["METRICS"] + path, timeout=5, context=unverified) as answer:
+    with urllib.request.urlopen(f"{scheme}://{address}:{port}{path}", timeout=5, context=unverified) as answer:
         lines = answer.read().decode().splitlines()
     if path != "/metrics":
         return True
