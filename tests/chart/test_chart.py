@@ -238,6 +238,49 @@ def test_objects_have_valid_names_whatever_the_name_of_the_release(name: str) ->
         assert f"--webhook={service}.topkube-system.svc" in operator["args"]
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"metrics": {"protection": {"secretName": "tls"}}}, r"secretName needs metrics\.protection\.tls=true"),
+        ({"metrics": {"protection": {"scrapeTlsConfig": {"serverName": "a"}}}}, "scrapeTlsConfig needs"),
+        (
+            {"metrics": {"protection": {"tls": True, "readers": [{"name": "a", "namespace": "b"}]}}},
+            r"readers needs metrics\.protection\.authentication=kubernetes",
+        ),
+        (
+            {"networkPolicy": {"enabled": False, "webhookFrom": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]}},
+            r"webhookFrom needs networkPolicy\.enabled=true",
+        ),
+        ({"webhook": {"certManager": {"issuerRef": {"name": "a"}}}}, r"issuerRef needs webhook\.certManager\.enabled"),
+        ({"cache": {"node": {"namespaces": ["team-a"]}}}, r"namespaces needs cache\.node\.enabled=true"),
+        ({"podDisruptionBudget": {"minAvailable": 2}}, "minAvailable=2 of 2 replicas blocks every drain"),
+        ({"podDisruptionBudget": {"minAvailable": "51%"}}, "minAvailable=51% of 2 replicas blocks every drain"),
+        ({"metrics": {"port": 9443}}, "metrics/port"),  # the webhook's port
+        ({"webhook": {"certManager": {"enabled": True, "issuerRef": {"kind": "Issuer"}}}}, "issuerRef"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
+    def install(chart: helm.Chart) -> None:
+        chart.validate_schema(values)
+        chart.render(values, name="topkube", namespace="topkube-system")
+
+    with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError, match=message):
+        install(chart)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"podDisruptionBudget": {"minAvailable": 2}, "replicas": 3},
+        {"podDisruptionBudget": {"minAvailable": "50%"}},
+        {"podDisruptionBudget": {"minAvailable": 5}, "replicas": 1},
+        {"podDisruptionBudget": {"minAvailable": 5, "enabled": False}},
+    ],
+)
+def test_budgets_that_let_a_pod_go_are_accepted(values: dict[str, Any]) -> None:
+    assert find_only("Deployment", render(values))
+
+
 def test_the_test_pod_runs_where_operator_pods_run() -> None:
     """On a cluster whose nodes all have taints, it would wait; on a node with another processor, it would fail."""
     affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}

@@ -101,7 +101,5 @@ bearerTokenFile: /var/run/secrets/kubernetes.io/serviceaccount/token
 {{- if ne $protection.authentication "none" }}
 - --metrics-authentication={{ $protection.authentication }}
 {{- end }}
-{{- else if ne $protection.authentication "none" }}
-{{- fail "metrics.protection.authentication needs metrics.protection.tls=true: tokens are secrets" }}
 {{- end }}
 {{- end -}}
