@@ -238,6 +238,16 @@ def test_objects_have_valid_names_whatever_the_name_of_the_release(name: str) ->
         assert f"--webhook={service}.topkube-system.svc" in operator["args"]
 
 
+def test_a_digest_replaces_the_tag_of_the_image() -> None:
+    digest = "sha256:" + "0a" * 32
+    objects = render(
+        {"image": {"repository": "r.example.com/o", "digest": digest}, "cache": {"node": {"enabled": True}}}
+    )
+    pods = [read_pod_spec(objects), find_only("Pod", objects)["spec"]]
+    pods.append(find_only("DaemonSet", objects)["spec"]["template"]["spec"])
+    assert {container["image"] for pod in pods for container in pod["containers"]} == {f"r.example.com/o@{digest}"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
