@@ -215,12 +215,33 @@ def test_the_plan_in_the_docs_is_the_output_of_the_command() -> None:
         assert [line.rstrip() for line in run.stdout.splitlines()] == output.splitlines()
 
 
+def is_scraped(configuration: dict[str, Any], pod: dict[str, str]) -> bool:
+    """Return True if the rules of a scrape configuration keep a port of a pod. `pod` has the ends of the names of the
+    labels __meta_kubernetes_pod_…"""
+    for rule in configuration["relabel_configs"]:
+        if rule.get("action") in ("keep", "drop"):
+            values = [pod[label.removeprefix("__meta_kubernetes_pod_")] for label in rule["source_labels"]]
+            matches = re.fullmatch(rule["regex"], ";".join(values)) is not None
+            if matches != (rule["action"] == "keep"):
+                return False
+    return True
+
+
 def test_the_scrape_configuration_is_valid(tmp_path: Path) -> None:
     (text,) = [text for text in read_blocks(DOCS / "monitoring.md", "yaml") if "scrape_configs" in text]
-    assert [job["job_name"] for job in yaml.safe_load(text)["scrape_configs"]] == [
-        "topkube-operator",
-        "topkube-workers",
-    ]
+    configurations = {job["job_name"]: job for job in yaml.safe_load(text)["scrape_configs"]}
+    assert list(configurations) == ["topkube-operator", "topkube-workers"]
+    for name, port in (("topkube-operator", "metrics"), ("topkube-workers", "topkube-metrics")):
+        for phase, port_name, expected in (
+            ("Running", port, True),
+            ("Running", "http", False),
+            ("Pending", port, True),
+            # The address of a pod that has ended may belong to a worker of another job.
+            ("Succeeded", port, False),
+            ("Failed", port, False),
+        ):
+            pod = {"container_port_name": port_name, "phase": phase}
+            assert is_scraped(configurations[name], pod) == expected, (name, pod)
 
 
 def test_the_values_of_the_monitoring_pages_are_valid() -> None:
