@@ -190,8 +190,7 @@ def doctor(
     from topkube.cli.doctor.command import run_doctor
 
     location = ClusterLocation(kubeconfig, context, namespace)
-    probed = (location, image) if network_policy else None
-    raise typer.Exit(run_doctor(json_output=output is OutputFormat.json, probed=probed))
+    raise typer.Exit(run_doctor(output is OutputFormat.json, location, network_policy, image))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

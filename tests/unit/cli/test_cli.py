@@ -176,7 +176,7 @@ def test_doctor_reports_a_check_that_raises_and_continues(
 
     monkeypatch.setattr(doctor, "CHECKS", (check_disk, check_python))
     assert doctor.run_doctor(json_output=True) == 1
-    disk, python, _ = json.loads(capsys.readouterr().out)["checks"]
+    disk, python, *_ = json.loads(capsys.readouterr().out)["checks"]
     assert (disk["name"], disk["state"]) == ("disk", "fail")
     assert "OSError: stale file handle" in disk["message"]
     assert (python["name"], python["state"]) == ("python", "ok")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from topkube.cli.cluster.api import ClusterLocation
 from topkube.cli.doctor.cluster import check_cluster
 
 
@@ -30,6 +31,18 @@ def test_the_reason_why_a_cluster_cannot_be_used_is_kubectls(
     config.write_text("")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("KUBECONFIG", str(config))
-    [check] = check_cluster()
+    [check] = check_cluster(ClusterLocation())
     assert check.state == state
     assert check.message.endswith(words)
+
+
+def test_the_cluster_of_the_options_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them, doctor reported the default cluster as well, whatever the options named."""
+    kubectl, config = tmp_path / "kubectl", tmp_path / "mine"
+    kubectl.write_text('#!/bin/sh\necho "{\\"serverVersion\\": {\\"gitVersion\\": \\"$*\\"}}"\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    [check] = check_cluster(ClusterLocation(config, "other"))
+    assert check.state == "ok"
+    assert check.message.endswith(f"--kubeconfig={config} --context=other")

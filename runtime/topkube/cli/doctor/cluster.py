@@ -8,15 +8,15 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from topkube.cli.cluster.api import ClusterLocation
 from topkube.cli.doctor.check import Check, report_ok
 from topkube.environment import list_kubeconfig_paths
 
 
-def check_cluster() -> Iterator[Check]:
-    """Report which cluster the kubeconfig names, and whether it answers."""
-    config = next(
-        (path for path in [*list_kubeconfig_paths(), Path.home() / ".kube" / "config"] if path.is_file()), None
-    )
+def check_cluster(location: ClusterLocation) -> Iterator[Check]:
+    """Report which cluster `location` or the kubeconfig names, and whether it answers."""
+    usual = [*list_kubeconfig_paths(), Path.home() / ".kube" / "config"]
+    config = location.kubeconfig or next((path for path in usual if path.is_file()), None)
     inside = Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists()
     kubectl = shutil.which("kubectl")
     if config is None and not inside:
@@ -29,11 +29,13 @@ def check_cluster() -> Iterator[Check]:
             "install kubectl to submit jobs",
         )
     else:
-        yield _check_server(kubectl)
+        yield _check_server(kubectl, location)
 
 
-def _check_server(kubectl: str) -> Check:
+def _check_server(kubectl: str, location: ClusterLocation) -> Check:
     command = [kubectl, "version", "-o", "json", "--request-timeout=5s"]
+    command += [f"--kubeconfig={location.kubeconfig}"] if location.kubeconfig else []
+    command += [f"--context={location.context}"] if location.context else []
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
     except subprocess.TimeoutExpired:

@@ -34,19 +34,21 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_shared_memory,
     check_disk,
     check_gpus,
-    check_cluster,
 )
 
 
-def run_doctor(json_output: bool, probed: tuple[ClusterLocation, str | None] | None = None) -> int:
-    """Print the report. Return 1 if something essential fails. With `probed`, the network policies of that cluster are
-    probed with pods of that image (None: TopKube's)."""
+def run_doctor(
+    json_output: bool, location: ClusterLocation | None = None, probes_network: bool = False, image: str | None = None
+) -> int:
+    """Print the report on this machine and on the cluster at `location` (None: kubectl's default). Return 1 if
+    something essential fails. With `probes_network`, the network policies of the cluster are probed with pods of
+    `image` (None: TopKube's)."""
     from rich.console import Console
 
     checks: list[Check] = []
     console = Console(highlight=False)
     colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for check in run_checks(probed):
+    for check in run_checks(location or ClusterLocation(), probes_network, image):
         checks.append(check)
         if not json_output:
             console.print(
@@ -61,18 +63,17 @@ def run_doctor(json_output: bool, probed: tuple[ClusterLocation, str | None] | N
     return 1 if failed else 0
 
 
-def run_checks(probed: tuple[ClusterLocation, str | None] | None = None) -> Iterator[Check]:
+def run_checks(location: ClusterLocation, probes_network: bool, image: str | None) -> Iterator[Check]:
     """Yield all checks; a check comes after those that it depends on. An exception in a check becomes a failed
     check."""
 
-    def check_network_policy() -> Iterator[Check]:
-        if probed is not None:
-            from topkube.cli.doctor.network_policy import check_network_policies
+    checks = [(check.__name__.removeprefix("check_").replace("_", " "), check) for check in CHECKS]
+    checks.append(("cluster", lambda: check_cluster(location)))
+    if probes_network:
+        from topkube.cli.doctor.network_policy import check_network_policies
 
-            yield from check_network_policies(probed[0], probed[1] or IMAGE)
-
-    for check in (*CHECKS, check_network_policy):
-        name = check.__name__.removeprefix("check_").replace("_", " ")
+        checks.append(("network policy", lambda: check_network_policies(location, image or IMAGE)))
+    for name, check in checks:
         try:
             yield from check()
         except TopKubeError as error:
