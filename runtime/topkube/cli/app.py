@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -428,9 +429,17 @@ for _command in (
     app.command()(_command)
 
 
+def _print_without_failing() -> None:
+    """Let stdout print a question mark for a character that its encoding lacks: with Latin-1 or ASCII, an arrow in a
+    report must not end the command with an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
 def run_app(arguments: list[str], name: str = "topkube") -> int:
     """Run one command line and return its exit code. --debug may stand anywhere before `--`. `name` is the name of the
     program in help texts."""
+    _print_without_failing()
     own_words = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own_words
     arguments = [word for word in own_words if word != "--debug"] + arguments[len(own_words) :]

@@ -121,6 +121,16 @@ def test_generated_pages_are_fresh(page: str, build_page: object, command: str) 
     assert (DOCS / page).read_text() == build_page(), f"stale: {command}"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("words", [["run", "--help"], ["bench", "select", "--elements", "1000", "--repeats", "1"]])
+def test_an_encoding_without_some_characters_does_not_end_a_command(encoding: str, words: list[str]) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "topkube.cli", *words]
+    ended = subprocess.run(command, capture_output=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert b"?" in ended.stdout
+
+
 def test_the_settings_command_shows_set_variables() -> None:
     environment = {**os.environ, "TOPKUBE_DENSITY": "0.125", "COLUMNS": "200"}
     command = [sys.executable, "-m", "topkube.cli", "settings"]
