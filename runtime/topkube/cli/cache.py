@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from topkube.cli.columns import align_columns
 from topkube.cli.options import OutputFormat, OutputOption
 from topkube.errors import DatasetError
 from topkube.settings import Settings
@@ -75,15 +76,15 @@ def ls(directory: DirectoryOption = None, output: OutputOption = OutputFormat.te
     if output is OutputFormat.json:
         _print_json(rows)
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("ID", "DATASET", "SHARDS", "SIZE", "LAST USED", "", box=None, pad_edge=False, header_style="bold")
+    if not rows:
+        print("the cache is empty")
+        return
+    lines = [["ID", "DATASET", "SHARDS", "SIZE", "LAST USED", ""]]
     for row in rows:
         marks = ", ".join(name for name, key in (("pinned", "pinned"), ("in use", "inUse")) if row[key])
         used = datetime.fromisoformat(row["lastUsed"]).astimezone().strftime("%Y-%m-%d %H:%M")
-        table.add_row(row["id"], row["uri"], f"{row['shards']:,}", _format_size(row["bytes"]), used, marks)
-    Console().print(table if rows else "the cache is empty")
+        lines.append([row["id"], row["uri"], f"{row['shards']:,}", _format_size(row["bytes"]), used, marks])
+    print("\n".join(align_columns(lines, "")))
 
 
 def describe_dataset(folder: DatasetFolder) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from topkube.cli.columns import align_columns
 from topkube.settings import Settings, list_set_variables
 
 
@@ -14,13 +15,26 @@ def show_settings(markdown: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table("variable", "default", "now", "what it does", box=None, pad_edge=False, header_style="bold")
     values = list_set_variables()
-    for entry in dataclasses.fields(Settings):
-        variable = entry.metadata["variable"]
-        table.add_row(variable, str(entry.default), values.get(variable, ""), _describe_variable(entry))
-    Console().print(table)
+    rows = [
+        [
+            entry.metadata["variable"],
+            str(entry.default),
+            values.get(entry.metadata["variable"], ""),
+            _describe_variable(entry),
+        ]
+        for entry in dataclasses.fields(Settings)
+    ]
+    head, console = ["variable", "default", "now", "what it does"], Console()
+    if not console.is_terminal:  # a line for each variable, so that other programs can read it
+        print("\n".join(align_columns([head, *rows], "")))
+        return
+    table = Table(*head, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # values may contain what rich takes for markup
+    console.print(table)
 
 
 def build_settings_page() -> str:

@@ -140,6 +140,16 @@ def test_the_settings_command_shows_set_variables() -> None:
         assert entry.metadata["variable"] in shown
 
 
+def test_settings_without_a_terminal_are_a_line_each_with_the_values_as_they_are() -> None:
+    address = "s3://bucket/" + "long-name/" * 9 + "[/x][bold]"
+    environment = {**os.environ, "TOPKUBE_DATASET_URI": address, "COLUMNS": "40"}
+    command = [sys.executable, "-m", "topkube.cli", "settings"]
+    lines = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.splitlines()
+    assert len(lines) == 1 + len(dataclasses.fields(Settings))
+    (line,) = [line for line in lines if line.startswith("TOPKUBE_DATASET_URI ")]
+    assert line.split()[1] == address
+
+
 def test_doctor_accepts_this_machine() -> None:
     ended = run_topkube("doctor", "-o", "json")
     report = json.loads(ended.stdout)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from topkube.cli.run.report import build_result_table
 from topkube.telemetry.bar import (
     ProgressDisplay,
     describe_progress,
@@ -138,6 +139,14 @@ def test_lines_of_ranks_on_a_terminal_are_drawn_together(monkeypatch: pytest.Mon
     assert [line.count("[worker1.rank3] ") for line in lines] == [1, 1, 1]
     assert "\x1b[31mtwo" in lines[1]
     assert "three" in lines[2]
+
+
+def test_paths_in_the_results_are_shown_as_they_are() -> None:
+    """Rich takes [lr=0.1] for a style that it leaves out, and [/x] for a mistake."""
+    console = Console(width=200, force_terminal=True, file=io.StringIO(), color_system=None)
+    console.print(build_result_table([("logs", "runs/a[lr=0.1]/[/x]/rank-*.log")]))
+    assert isinstance(console.file, io.StringIO)
+    assert "runs/a[lr=0.1]/[/x]/rank-*.log" in console.file.getvalue()
 
 
 def test_numbers_are_short_and_have_units() -> None:

@@ -60,6 +60,17 @@ def test_a_dataset_is_warmed_listed_checked_pinned_and_evicted(command: Command,
     assert command.run_json("ls") == []
 
 
+def test_a_list_has_one_line_for_each_dataset_however_long_its_address_is(command: Command, tmp_path: Path) -> None:
+    """Other programs read the list, and people copy the ID from it."""
+    source = tmp_path / ("long-name-" * 9) / "source"
+    write_tars(source, [5])
+    command("warm", source)
+    (row,) = command.run_json("ls")
+    head, line = command("ls").splitlines()
+    assert head.split()[:3] == ["ID", "DATASET", "SHARDS"]
+    assert line.split()[:3] == [row["id"], source.as_uri(), "1"]
+
+
 def test_a_view_shows_the_datasets_own_files_read_only(command: Command, tmp_path: Path) -> None:
     write_files(tmp_path / "files", 6)
     write_tars(tmp_path / "tars", [3])

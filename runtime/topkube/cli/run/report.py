@@ -10,6 +10,7 @@ from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from topkube import algorithms
 from topkube.cli.run.summary import PartsOfStep, RankEnd, RunSummary
@@ -80,31 +81,36 @@ def report_run(watch: RunWatch, failure: LaunchError | None) -> None:
         json.dump(values, sys.stdout, indent=1)
         print(flush=True)
         return
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(style="bold cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    if history.steps:
-        for name, value in list_rows(summary, history, nodes, job.ranks, watch.wall_seconds):
-            table.add_row(name, value)
-    table.add_row("logs", f"{directory}/rank-*.log")
+    rows = list(list_rows(summary, history, nodes, job.ranks, watch.wall_seconds)) if history.steps else []
+    rows.append(("logs", f"{directory}/rank-*.log"))
     if plotted:
-        table.add_row("plot", str(plotted))
+        rows.append(("plot", str(plotted)))
     if traced:
-        table.add_row("trace", str(traced))
+        rows.append(("trace", str(traced)))
     if job.spec.checkpoint:
-        table.add_row("checkpoints", f"{directory}/checkpoints")
+        rows.append(("checkpoints", f"{directory}/checkpoints"))
     colour = {"succeeded": "green", "failed": "red", "interrupted": "yellow"}[outcome]
     console.print(f"\n[bold]{job.name}[/bold] [{colour}]{outcome}[/{colour}]", highlight=False)
     if console.is_terminal:
-        console.print(table)
+        console.print(build_result_table(rows))
     else:
-        for name, value in zip(*(column.cells for column in table.columns), strict=True):
-            say(console, f"{name!s:<20} {value}")
+        for name, value in rows:
+            say(console, f"{name:<20} {value}")
     if not history.steps and outcome == "succeeded":
         say(
             console,
             "no steps were reported: use `with topkube.checkpointing(...) as run` and run.progress(...) in the script",
         )
+
+
+def build_result_table(rows: list[tuple[str, str]]) -> Table:
+    """Return the table of the results for a terminal. Values are shown as they are: paths may contain [brackets]."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
 
 
 def describe_aggregation(job: TrainingJob) -> str:
