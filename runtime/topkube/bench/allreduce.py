@@ -15,14 +15,13 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 import typer
-from rich.console import Console
 
 from topkube import algorithms, collectives
 from topkube import world as worlds
 from topkube.algorithms import DENSITY, SELECTION, WIRE, Algorithm, Scope
 from topkube.arrays import BFLOAT16, Array
 from topkube.bench.bench_arrays import ArrayMemory, HostArrays, choose_memory
-from topkube.bench.report import BenchReport, Timing, describe_machine, time_runs
+from topkube.bench.report import BenchReport, Timing, check_path, describe_machine, time_runs
 from topkube.collectives.coordination import reduce
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases
@@ -67,12 +66,13 @@ def command(
 ) -> None:
     """Measure all-reduce on the ranks that mpiexec started, and check the results."""
     world = worlds.init()
+    if world.rank == 0:
+        check_path(json)
     memory = choose_memory(world, gpu)
     report = measure(world, elements, list_names(algorithms, memory), density, wire, dtype, repeats, memory)
     if world.rank == 0:
-        Console().print(dataclasses.replace(report, columns={key: COLUMNS[key] for key in SHOWN}).build_table())
-        if json is not None:
-            json.write_text(report.to_json())
+        dataclasses.replace(report, columns={key: COLUMNS[key] for key in SHOWN}).show()
+        report.write(json)
 
 
 def measure(

@@ -14,10 +14,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from topkube import _kernels
-from topkube.bench.report import BenchReport
+from topkube.bench.report import BenchReport, check_path
 from topkube.data import ArrayOf, DistributedSampler
 from topkube.data.dataset import CachedDataset
 
@@ -128,7 +127,7 @@ def command(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
 ) -> None:
     """Compare batches from a warm cache with NumPy and the page cache."""
+    check_path(json)
     report = measure(megabytes, repeats)
-    if json is not None:
-        json.write_text(report.to_json())
-    Console().print(report.build_table())
+    report.show()
+    report.write(json)

@@ -12,8 +12,13 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from topkube.errors import ArgumentError
+
+_WIDTH_OF_FILES = 240
+"""Columns of a table that goes to a file or a pipe: more than any table needs."""
 Cell = str | int | float | bool | None
 
 
@@ -64,6 +69,20 @@ def _read_processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def check_path(path: Path | None) -> None:
+    """Raise ArgumentError if no file can be written at `path`: before a measurement of minutes, not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise _build_path_error(path, "it is a directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _build_path_error(path, "its folder does not exist" if not path.parent.is_dir() else "permission denied")
+
+
+def _build_path_error(path: Path, reason: str) -> ArgumentError:
+    return ArgumentError(f"the figures cannot be written to {path}: {reason}", next_step="pass another --json FILE")
+
+
 @dataclass
 class BenchReport:
     """The report of a measurement: `rows` are mappings with the keys of `columns`; a missing key prints as a dash.
@@ -93,6 +112,20 @@ class BenchReport:
         for row in self.rows:
             table.add_row(*(_format_cell(row.get(key)) for key in self.columns))
         return table
+
+    def show(self) -> None:
+        """Print the table. In a terminal it has the width of the terminal; in a file or a pipe nothing is cut."""
+        console = Console()
+        (console if console.is_terminal else Console(width=_WIDTH_OF_FILES)).print(self.build_table())
+
+    def write(self, path: Path | None) -> None:
+        """Write the report as JSON to `path`, if there is one. Raises ArgumentError if the disk refuses it."""
+        if path is None:
+            return
+        try:
+            path.write_text(self.to_json())
+        except OSError as error:
+            raise _build_path_error(path, str(error.strerror)) from None
 
     def to_json(self) -> str:
         """Return the report as JSON text: title, columns, facts, rows."""

@@ -10,12 +10,11 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
 from topkube.bench.probe import measure_addition, measure_reading
-from topkube.bench.report import BenchReport, time_runs
+from topkube.bench.report import BenchReport, check_path, time_runs
 from topkube.errors import ArgumentError
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
@@ -153,7 +152,7 @@ def command(
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
 ) -> None:
     """Compare the selection kernels with their peers and with the memory's bound."""
+    check_path(json)
     report = measure(elements, density or [0.001, 0.01], repeats=repeats, threads=threads, dtype=dtype, peers=peers)
-    Console().print(report.build_table())
-    if json is not None:
-        json.write_text(report.to_json())
+    report.show()
+    report.write(json)

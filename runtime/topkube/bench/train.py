@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from topkube import world as worlds
 from topkube.algorithms import OVERLAP
-from topkube.bench.report import BenchReport, describe_machine
+from topkube.bench.report import BenchReport, check_path, describe_machine
 from topkube.collectives.coordination import barrier, broadcast_object, gather_object, reduce
 from topkube.errors import ArgumentError, CollectiveError, TopKubeError
 from topkube.installation import build_install_command
@@ -71,11 +70,12 @@ def command(
         ) from error
     task, names = Task(layers, width, batch, overlap), list_aggregations(aggregations)
     world = worlds.init()
+    if world.rank == 0:
+        check_path(json)
     report = measure(world, task, names, steps, rounds)
     if world.rank == 0:
-        Console().print(report.build_table())
-        if json is not None:
-            json.write_text(report.to_json())
+        report.show()
+        report.write(json)
 
 
 def measure(world: World, task: Task, aggregations: list[str], steps: int, rounds: int) -> BenchReport:
