@@ -131,7 +131,8 @@ def evict(
     datasets: DatasetNames = None,
     everything: Annotated[bool, typer.Option("--all", help="Evict all datasets that are not pinned.")] = False,
     idle: Annotated[
-        float | None, typer.Option(metavar="DAYS", help="Evict datasets that were not used for this many days.")
+        float | None,
+        typer.Option(metavar="DAYS", min=0.0, help="Evict datasets that were not used for this many days."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also evict datasets that are pinned or in use.")] = False,
     directory: DirectoryOption = None,

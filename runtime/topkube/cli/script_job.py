@@ -15,6 +15,7 @@ from topkube.job import TrainingJob
 from topkube.job.template import find_worker_container
 from topkube.job.training_job import API_VERSION, KIND
 from topkube.settings import Settings
+from topkube.telemetry.loggers import parse_loggers
 
 IMAGE = f"topkube/runtime:{__version__}"
 """The image of a script's job on a cluster, unless --image names another."""
@@ -130,9 +131,11 @@ def _build_script_job(target: Target) -> TrainingJob:
 
 
 def _add_loggers(job: TrainingJob, loggers: str | None) -> TrainingJob:
-    """Return the job with the loggers in its container's environment."""
+    """Return the job with the loggers in its container's environment. Raises SettingsError for an unknown logger, with
+    which the ranks would fail in their pods."""
     if loggers is None:
         return job
+    parse_loggers(loggers)
     data = job.to_dict()
     container = find_worker_container(data["spec"]["template"])
     others = [entry for entry in container.get("env") or [] if entry["name"] != LOG_VARIABLE]

@@ -131,13 +131,20 @@ LOGGERS: dict[str, tuple[str, Callable[[Settings, Path], Logger]]] = {
 """The library and the class of each logger."""
 
 
-def check_loggers(names: str) -> tuple[str, ...]:
-    """Return the names of loggers in a list with commas. Raises SettingsError for an unknown name, and if a logger's
-    library is not installed."""
+def parse_loggers(names: str) -> tuple[str, ...]:
+    """Return the names of loggers in a list with commas. Raises SettingsError for an unknown name."""
     chosen = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     for name in chosen:
         if name not in LOGGERS:
             raise SettingsError(f"{name!r} is not a logger", next_step=f"choose among {', '.join(LOGGERS)}")
+    return chosen
+
+
+def check_loggers(names: str) -> tuple[str, ...]:
+    """Return the names of loggers in a list with commas. Raises SettingsError for an unknown name, and if a logger's
+    library is not installed."""
+    chosen = parse_loggers(names)
+    for name in chosen:
         library = LOGGERS[name][0]
         if importlib.util.find_spec(library) is None:
             raise SettingsError(

@@ -10,7 +10,7 @@ import pytest
 
 from topkube.cli.app import run_app
 from topkube.cli.script_job import IMAGE, Target, load_job, make_job_name
-from topkube.errors import JobError
+from topkube.errors import JobError, SettingsError
 from topkube.job import TrainingJob
 
 CHAR_GPT = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
@@ -100,3 +100,10 @@ def test_a_script_runs_with_its_arguments(capfd: pytest.CaptureFixture[str]) -> 
     output = capfd.readouterr().out
     assert "[worker0.rank0] rank 0 ['--epochs', '$3']" in output
     assert "[worker1.rank1] rank 1 ['--epochs', '$3']" in output
+
+
+def test_a_logger_that_does_not_exist_is_refused_before_the_job_reaches_a_cluster(tmp_path: Path) -> None:
+    """Its ranks would fail in their pods, with a report of a setting that the user has never seen."""
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(SettingsError, match=r"'tensorbord' is not a logger. Next: choose among tensorboard"):
+        load_job(Target(str(tmp_path / "train.py"), loggers="tensorbord"))

@@ -128,4 +128,7 @@ def test_mistakes_are_explained(command: Command, tmp_path: Path) -> None:
     command("warm", tmp_path / "source")
     assert "is not in the cache" in command("evict", "file:///other", code=2)
     assert "nothing to evict" in command("evict", code=2)
+    for days in ("-1", "nan"):  # -1 would remove what was used a minute ago
+        assert "--idle" in command("evict", "--idle", days, code=2)
+    assert len(command.run_json("ls")) == 1
     assert "is not I/N" in command("warm", tmp_path / "source", "--share", "2/2", code=2)
