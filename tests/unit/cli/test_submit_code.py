@@ -142,3 +142,18 @@ def test_a_dry_run_on_the_server_changes_nothing(code: Path, start_server: Calla
     assert run_app(["submit", "train.py", "--sync", ".", "--dry-run", "--kubeconfig", str(start_server(cluster))]) == 0
     assert cluster.stored == set()
     assert ("DELETE", "configmaps") not in cluster.requests
+
+
+def test_requirements_are_read_as_pip_reads_them(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "einops ; \\\n  python_version > '3'\nnumpy\t# any\nlocal @ https://host/a.whl#sha256=0\n"
+    (code / "requirements.txt").write_text(lines, encoding="utf-8-sig")  # as some editors save it
+    *_, job = _read_documents(capsys, *["train.py", "--sync", ".", "-r", "requirements.txt"])
+    requirements = [" ".join(line.split()) for line in job["spec"]["setup"]["requirements"]]
+    assert requirements == ["einops ; python_version > '3'", "numpy", "local @ https://host/a.whl#sha256=0"]
+
+
+@pytest.mark.parametrize("line", ["-r base.txt", "--index-url https://host", "einops==1 --hash=sha256:0", "-e ."])
+def test_a_line_with_an_option_of_pip_is_named(line: str, code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code / "requirements.txt").write_text(f"numpy\n{line}\n")
+    assert run_app(["submit", "train.py", "--sync", ".", "-r", "requirements.txt", "--dry-run", "-o", "yaml"]) == 2
+    assert f"requirements.txt has the line '{line}'" in capsys.readouterr().err

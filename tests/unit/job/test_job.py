@@ -329,6 +329,24 @@ def test_caches_in_memory_count_against_the_workers_limit() -> None:
             {**SMALLEST, "sepc": {}},
             ["sepc: unknown field; did you mean spec?; allowed: apiVersion, kind, metadata, spec"],
         ),
+        (
+            build_job(
+                setup={"requirements": ["einops", "-r base.txt"]},
+                runPolicy={
+                    "failurePolicy": {
+                        "rules": [
+                            {"action": "Fail", "onReasons": ["out of memory"]},
+                            {"action": "Fail", "onExitCodes": {"operator": "In", "values": [300]}},
+                        ]
+                    }
+                },
+            ),
+            [
+                "requirements[1]: '-r base.txt' is not a requirement of pip, such as einops==0.8.0",
+                "onReasons[0]: 'out of memory' is not a reason of status.firstFailure, such as OOMKilled",
+                "values[0]: 300 is not a whole number of at least 0 and at most 255",
+            ],
+        ),
     ],
 )
 def test_a_mistake_names_its_path_its_value_and_the_allowed_values(data: Any, expected: list[str]) -> None:

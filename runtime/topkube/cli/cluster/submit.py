@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,13 +100,22 @@ def _load_job(options: SubmitOptions) -> tuple[TrainingJob, PackedSource | None]
 def _read_requirements(path: Path) -> tuple[str, ...]:
     """Return the requirements in a file of pip, without comments. Raises JobError if it cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise JobError(
             f"{path} cannot be read: {error}", next_step="pass a file with pip requirements: --requirements FILE"
         ) from None
-    words = (line.split(" #", 1)[0].strip() for line in lines if not line.lstrip().startswith("#"))
-    return tuple(line for line in words if line)
+    lines = text.replace("\\\n", " ").splitlines()
+    words = [line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines) if line]
+    for line in words:
+        if re.search(r"(^|\s)--?[A-Za-z]", line):
+            raise JobError(
+                f"{path} has the line {line!r}, which contains an option of pip",
+                cause="spec.setup takes requirements only",
+                next_step="write out the lines of other files, and leave hashes out; for an index, set PIP_INDEX_URL "
+                "in the env of a job's file",
+            )
+    return tuple(words)
 
 
 def _print_manifests(job: TrainingJob, packed: PackedSource | None, namespace: str | None) -> int:

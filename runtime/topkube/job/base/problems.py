@@ -168,6 +168,11 @@ def list_field_names(model: type[Part]) -> list[str]:
 
 
 def _find_field(path: Path, model: type[Part]) -> FieldInfo | None:
+    """Return the field at `path`, or what the elements of a list of plain values must be."""
+    if path and isinstance(path[-1], int):
+        field = _find_field(path[:-1], model)
+        kind = strip_annotation(field.annotation) if field else None
+        return FieldInfo.from_annotation(typing.get_args(kind)[0]) if typing.get_origin(kind) is list else None
     parent = _find_part_at(path[:-1], model) if path else None
     return _find_field_by_name(str(path[-1]), parent) if parent else None
 
