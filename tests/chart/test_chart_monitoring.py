@@ -26,6 +26,17 @@ def test_monitors_wait_for_their_crds() -> None:
     assert kinds >= {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 
+def test_series_of_workers_can_be_left_out() -> None:
+    rule = {"sourceLabels": ["__name__"], "regex": "topkube_step_seconds_bucket", "action": "drop"}
+    (endpoint,) = find_only("PodMonitor", render({"metrics": MONITORS}))["spec"]["podMetricsEndpoints"]
+    assert "metricRelabelings" not in endpoint
+    pod_monitor = {"enabled": True, "metricRelabelings": [rule]}
+    (endpoint,) = find_only("PodMonitor", render({"metrics": {"podMonitor": pod_monitor}}))["spec"][
+        "podMetricsEndpoints"
+    ]
+    assert endpoint["metricRelabelings"] == [rule]
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
 def test_the_rules_are_those_of_the_file_with_complete_runbook_links(tmp_path: Path) -> None:
     values = {

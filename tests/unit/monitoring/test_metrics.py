@@ -13,6 +13,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from monitoring.generated import ROOT
 from topkube.errors import LaunchError
 from topkube.heartbeat import Heartbeat
 from topkube.telemetry import metrics
@@ -81,6 +82,24 @@ def test_steps_add_up_and_values_stay(tmp_path: Path, endpoint: MetricsEndpoint)
     assert samples["topkube_skipped_steps_total", build_labels()] == 1
     assert samples["topkube_gradient_norm", build_labels()] == 2.0
     assert samples["topkube_loss", build_labels()] == 1.25
+
+
+def test_a_rank_has_as_many_series_as_the_docs_say(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
+    counts = []
+    for rank in (0, 1, 2):
+        values = RankMetrics(tmp_path, rank)
+        values["link_rate"] = 1e6
+        values.count_step(0.3, build_snapshot(), 8, {**GAUGES, **SAMPLED})
+        values.flush()
+        Heartbeat(tmp_path, rank).beat()
+        counts.append(len(scrape(endpoint)))
+    of_rank = counts[2] - counts[1]
+    assert of_rank == counts[1] - counts[0]
+    buckets = [labels for name, labels in scrape(endpoint) if name == "topkube_step_seconds_bucket"]
+    text = (ROOT / "docs/monitoring.md").read_text()
+    assert f"up to {of_rank} series for each rank: 4,096 ranks have {4096 * of_rank // 1000},000" in text
+    assert f"adds {4096 * of_rank / 15:,.0f}"[:-2] in text
+    assert (len(buckets) // 3 + 2) * 2 == of_rank, "half of them"
 
 
 def test_unknown_values_have_no_series(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
