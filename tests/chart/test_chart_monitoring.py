@@ -37,6 +37,17 @@ def test_series_of_workers_can_be_left_out() -> None:
     assert endpoint["metricRelabelings"] == [rule]
 
 
+def test_a_pod_of_a_user_cannot_fill_prometheus() -> None:
+    """Everybody who may create pods can give them the labels of workers, and serve any number of series."""
+    spec = find_only("PodMonitor", render({"metrics": MONITORS}))["spec"]
+    largest_worker = (
+        256 * 32 + 100
+    )  # slotsPerWorker and the series of each rank (docs/monitoring.md), and those of the pod
+    assert largest_worker < spec["sampleLimit"] < 2 * largest_worker
+    unlimited = {"podMonitor": {"enabled": True, "sampleLimit": 0}}
+    assert "sampleLimit" not in find_only("PodMonitor", render({"metrics": unlimited}))["spec"]
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
 def test_the_rules_are_those_of_the_file_with_complete_runbook_links(tmp_path: Path) -> None:
     values = {
@@ -88,7 +99,9 @@ def test_alloy_scrapes_what_prometheus_scrapes() -> None:
         scrape = read_attributes(components["prometheus.scrape", label])
         assert scrape.pop("targets") == f"discovery.relabel.{label}.output"
         assert scrape.pop("forward_to") == ["prometheus.remote_write.default.receiver"]
-        assert scrape == {name: value for name, value in config.items() if name in ("job_name", "honor_labels")}
+        assert scrape == {
+            name: value for name, value in config.items() if name in ("job_name", "honor_labels", "sample_limit")
+        }
     assert ("prometheus.remote_write", "default") in components
 
 
