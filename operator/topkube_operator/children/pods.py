@@ -271,8 +271,8 @@ def _build_pod(
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": job.metadata.namespace,
-        "labels": {**ensure_mapping(template_metadata, "labels", f"{path}.metadata"), **labels},
-        "annotations": {**ensure_mapping(template_metadata, "annotations", f"{path}.metadata"), **annotations},
+        "labels": {**_select_own(template_metadata, "labels", path), **labels},
+        "annotations": {**_select_own(template_metadata, "annotations", path), **annotations},
     }
     metadata["labels"] |= {
         names.JOB_NAME: names.name_job_label(job.name),
@@ -291,6 +291,13 @@ def _build_pod(
         containers = [entry for entry in spec["containers"] if isinstance(entry, dict)]
         container = next(entry for entry in containers if entry.get("name") == role)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}, container
+
+
+def _select_own(metadata: dict[str, Any], field: str, path: str) -> dict[str, Any]:
+    """Return the labels or annotations of a template's `metadata` without the operator's markers. With a marker of
+    another role, a pod would be taken for a pod of that role."""
+    entries = ensure_mapping(metadata, field, f"{path}.metadata")
+    return {key: value for key, value in entries.items() if key not in names.MARKERS}
 
 
 def _add_environment(container: dict[str, Any], plans: dict[str, str]) -> None:

@@ -36,6 +36,9 @@ CHECK_ADDRESS = "topkube.dev/check-address"
 mesh or the network rewrites addresses; "true" overrides an operator that does not check addresses."""
 DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 
+MARKERS = frozenset((JOB_NAME, JOB_UID, ROLE, WORKER_INDEX, ATTEMPT, SHAPE, LAUNCHER_ADDRESS, WORKERS, AVOIDED_NODES))
+"""The labels and annotations by which the operator recognizes a pod. Only the operator sets them, never a template."""
+
 LAUNCHER = "launcher"
 WORKER = "worker"
 

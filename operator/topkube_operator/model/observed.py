@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
+from topkube.job.base.part import INT32
+from topkube.job.status import MOST_WORKERS
 from topkube.launch.contract import TERMINATION_MESSAGE_BYTES
 from topkube.timestamps import parse_timestamp
 from topkube_operator.model import names
@@ -124,16 +126,16 @@ class Pod:
             name=metadata["name"],
             uid=metadata.get("uid") or "",
             role=labels.get(names.ROLE) or "",
-            index=_read_number(labels.get(names.WORKER_INDEX), -1),
-            attempt=_read_number(labels.get(names.ATTEMPT), 0),
+            index=_read_number(labels.get(names.WORKER_INDEX), -1, MOST_WORKERS - 1),
+            attempt=_read_number(labels.get(names.ATTEMPT), 0, INT32),
             created=parse_timestamp(metadata.get("creationTimestamp")) or datetime.fromtimestamp(0, UTC),
             shape=annotations.get(names.SHAPE) or "",
             launcher_address=annotations.get(names.LAUNCHER_ADDRESS) or "",
             avoids_nodes=bool(annotations.get(names.AVOIDED_NODES)),
-            workers=_read_number(annotations.get(names.WORKERS), 0),
+            workers=_read_number(annotations.get(names.WORKERS), 0, MOST_WORKERS),
             main_container=_choose_main_container(labels.get(names.ROLE), annotations),
             deletion=parse_timestamp(metadata.get("deletionTimestamp")),
-            deletion_grace=_read_number(metadata.get("deletionGracePeriodSeconds"), 0),
+            deletion_grace=_read_number(metadata.get("deletionGracePeriodSeconds"), 0, INT32),
             node=spec.get("nodeName") or "",
             address=status.get("podIP") or "",
             phase=status.get("phase") or "Pending",
@@ -394,8 +396,11 @@ def _choose_main_container(role: Any, annotations: Mapping[str, Any]) -> str:
     return names.LAUNCHER if role == names.LAUNCHER else annotations.get(names.DEFAULT_CONTAINER) or ""
 
 
-def _read_number(text: Any, default: int) -> int:
+def _read_number(text: Any, default: int, largest: int) -> int:
+    """Return a number that the API server stores as text or as a number. `default` if there is none, or if it is larger
+    than `largest`: users who may create pods write any number into a label or an annotation."""
     try:
-        return int(text)
+        number = int(text)
     except (TypeError, ValueError):
         return default
+    return number if number <= largest else default

@@ -106,6 +106,22 @@ def test_fields_of_the_template_are_kept() -> None:
     assert contract.WorkerPlan.read(read_environment(container)["TOPKUBE_WORKER"]).grace_seconds == 55
 
 
+def test_a_template_cannot_set_the_marks_by_which_the_operator_recognizes_pods() -> None:
+    """A worker with the mark of a launcher was taken for a launcher that expects a hundred billion workers. The
+    operator ran out of memory when it counted them."""
+    forged = dict.fromkeys(names.MARKERS, "100000000000")
+    template = {"labels": {"team": "a", **forged}, "annotations": {"note": "b", **forged}}
+    container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
+    job = parse_job(
+        template={"metadata": template, "spec": {"containers": [container]}},
+        launcher={"template": {"metadata": template}},
+    )
+    for pod, _ in (build_worker(job), build_launcher(job)):
+        metadata = pod["metadata"]
+        assert (metadata["labels"]["team"], metadata["annotations"]["note"]) == ("a", "b")
+        assert "100000000000" not in {*metadata["labels"].values(), *metadata["annotations"].values()}
+
+
 def test_workers_are_on_different_nodes_unless_spread_is_none() -> None:
     pod, _ = build_worker(parse_job())
     (rule,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]

@@ -71,6 +71,23 @@ def test_an_older_message_changes_nothing() -> None:
     }
 
 
+def test_numbers_that_no_operator_writes_are_not_read() -> None:
+    """Users who may create pods write any number into the marks of a pod, and choose any grace period."""
+    child = build_child("pod", 1)
+    metadata = child["metadata"]
+    metadata["labels"] |= {names.WORKER_INDEX: "9" * 60, names.ATTEMPT: "9" * 60}
+    metadata |= {
+        "annotations": {names.WORKERS: "100000000000"},
+        "deletionTimestamp": "2026-01-01T00:00:00Z",
+        "deletionGracePeriodSeconds": 2**62,
+    }
+    pod = Pod.from_object(child)
+    assert (pod.index, pod.attempt, pod.workers) == (-1, 0, 0)
+    assert pod.removable_from is not None
+    metadata["annotations"] = {names.WORKERS: "10000"}
+    assert Pod.from_object(child).workers == 10_000
+
+
 def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
     """Stuck pods of an existing job, of a removed job and of an earlier job are found. Running pods are not."""
     cache = WatchCache()
