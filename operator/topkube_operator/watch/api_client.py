@@ -14,6 +14,7 @@ from __future__ import annotations
 import http
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -49,6 +50,8 @@ _WATCH_SECONDS = 50
 """The server ends every watch after this time."""
 _WATCH_SILENCE_SECONDS = _WATCH_SECONDS + 10
 """A watch that is silent for this time has a broken connection: the server would have ended it before."""
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+"""The names that Kubernetes accepts for objects of the kinds that the operator uses."""
 _CLUSTER_SCOPED = ("Node", "PriorityClass")
 """The kinds of _RESOURCES whose objects have no namespace."""
 
@@ -252,6 +255,12 @@ class ApiClient:
         return self.call(method, path, body, **options)
 
     def _build_path(self, kind: str, namespace: str | None, name: str = "") -> str:
+        """Return the path of an object, or of all objects of a kind if there is no name.
+
+        Raises ApiError with status 404 for a name that no object can have. A pod template may contain any text as the
+        name of a priority class: "../../api/v1/pods?watch=1" must not become a call with the operator's rights."""
+        if name and not _NAME.fullmatch(name):
+            raise ApiError(http.HTTPStatus.NOT_FOUND, f"no {kind} can have the name {name[:80]!r}", "NotFound")
         api_version, plural = self._resources[kind]
         base = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"  # the core group has no name
         scope = f"/namespaces/{namespace}" if namespace and kind not in _CLUSTER_SCOPED else ""

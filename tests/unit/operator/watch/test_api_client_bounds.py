@@ -1,4 +1,4 @@
-"""The operator writes only valid JSON to the API server, and reads logs with a bound."""
+"""The operator writes only valid JSON to the API server, asks for no other path, and reads logs with a bound."""
 
 from __future__ import annotations
 
@@ -38,3 +38,15 @@ def test_a_log_with_lines_without_end_is_not_read_whole() -> None:
     assert len(text) <= 4096
     assert text.endswith("END")
     assert int(sent[0][2]["limitBytes"]) <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../../api/v1/namespaces/kube-system/secrets", "..", ".", "high?watch=1", "a/b", "a%2Fb", "a#b", "A"]
+)
+def test_a_name_that_a_user_chooses_leads_to_no_other_path(name: str) -> None:
+    """A template contains any text as its priorityClassName. HTTP clients resolve "..", so the operator read any path
+    with its own rights, and waited for the end of a watch that never ends."""
+    cluster, sent = make_cluster()
+    with pytest.raises(ApiError, match="no PriorityClass can have the name") as error:
+        cluster.get("PriorityClass", "", name)
+    assert (error.value.status, sent) == (404, [])
