@@ -15,7 +15,7 @@ import http
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import urllib3
@@ -90,16 +90,25 @@ class ApiClient:
 
         If `namespace` is None, the objects of all namespaces are returned. `selector` is a label selector. With
         `metadata_only`, the objects have no spec and no status."""
-        objects: list[dict[str, Any]] = []
+        objects, version = list[dict[str, Any]](), ""
+        for page, page_version in self.list_pages(kind, namespace, selector, metadata_only=metadata_only):
+            objects += page
+            version = page_version
+        return objects, version
+
+    def list_pages(
+        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False
+    ) -> Iterator[tuple[Sequence[dict[str, Any]], str]]:
+        """Yield the objects of `list` in pages, each with the resource version of the list. All objects of a large
+        cluster need many times the memory of what the watch cache keeps of them."""
         accept = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io" if metadata_only else ""
         query = {"limit": "500", **({"labelSelector": selector} if selector else {})}
-        while True:
+        more: str | None = ""
+        while more is not None:
             page = self.call("GET", self._build_path(kind, namespace), query=query, accept=accept)
-            objects += page.get("items") or []
-            more = page["metadata"].get("continue")
-            if not more:
-                return objects, page["metadata"]["resourceVersion"]
-            query["continue"] = more
+            more = page["metadata"].get("continue") or None
+            yield page.pop("items", None) or [], page["metadata"]["resourceVersion"]
+            query["continue"] = more or ""
 
     def watch(self, kind: str, namespace: str | None, selector: str, resource_version: str) -> Iterator[dict[str, Any]]:
         """Yield events from `resource_version` on, until the server ends the watch. Raises ApiError, with status 410 if

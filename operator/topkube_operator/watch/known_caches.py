@@ -55,9 +55,9 @@ class KnownCaches:
     def remove_dataset(self, name: Name) -> None:
         self._cached.pop(name, None)
 
-    def remove_datasets(self, namespace: str | None) -> None:
-        """Forget the CachedDatasets of a namespace; None for all namespaces."""
-        self._cached = {name: entry for name, entry in self._cached.items() if namespace not in (None, name[0])}
+    def list_datasets(self, namespace: str | None) -> set[Name]:
+        """Return the CachedDatasets of a namespace; None for all namespaces."""
+        return {name for name in self._cached if namespace in (None, name[0])}
 
     def find_nodes(self, namespace: str, uri: str) -> Mapping[str, int]:
         """Return the percentage of the dataset that each node holds."""

@@ -98,17 +98,17 @@ class WatchCache:
             return known.owner.key
 
     def replace(self, kind: str, namespace: str | None, manifests: Iterable[Mapping[str, Any]]) -> set[Key]:
-        """Store a complete list of a kind; objects that it lacks are removed. Return the keys of changed jobs."""
+        """Store a complete list of a kind; known objects that it lacks are removed. Return the keys of changed jobs.
+
+        The list may be read from the API server while it is iterated. An object that becomes known after the iteration
+        has begun, from the answer to a write, may be newer than the list and stays."""
         changed: set[Key | None] = set()
-        listed: set[str] = set()
         with self._lock:
-            before = [(name, entry.uid) for name, entry in self._children.list_kind(kind, namespace)]
-            for manifest in manifests:
-                listed.add(manifest["metadata"]["uid"])
-                changed.add(self.put(kind, manifest))
-            for name, uid in before:
-                if uid not in listed:
-                    changed.add(self.remove(kind, name, uid))
+            unlisted = {entry.uid: name for name, entry in self._children.list_kind(kind, namespace)}
+        for manifest in manifests:
+            unlisted.pop(manifest["metadata"]["uid"], None)
+            changed.add(self.put(kind, manifest))
+        changed |= {self.remove(kind, name, uid) for uid, name in unlisted.items()}
         return {key for key in changed if key is not None}
 
     def find_child(self, kind: str, name: Name, owner: Owner) -> Child | None:
@@ -159,15 +159,15 @@ class WatchCache:
             self._nodes.forget(removed - used)
 
     def replace_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> set[Key]:
-        """Store a complete list of nodes. Return the keys of changed jobs."""
+        """Store a complete list of nodes, as `replace` does. Return the keys of changed jobs."""
         changed: set[Key] = set()
         with self._lock:
             unlisted = set(self._nodes.names)
-            for node in nodes:
-                unlisted.discard(node["metadata"]["name"])
-                changed |= self.put_node(node)
-            for name in unlisted:
-                changed |= self.remove_node(name)
+        for node in nodes:
+            unlisted.discard(node["metadata"]["name"])
+            changed |= self.put_node(node)
+        for name in unlisted:
+            changed |= self.remove_node(name)
         return changed
 
     def _find_keys_on_node(self, node: str) -> set[Key]:
@@ -191,15 +191,15 @@ class WatchCache:
             return self._jobs.list_keys(name[0]) if self._caches.remove_claim(name) else set()
 
     def replace_claims(self, namespace: str | None, claims: Iterable[Mapping[str, Any]]) -> set[Key]:
-        """Store a complete list of claims. Return the keys of changed jobs."""
+        """Store a complete list of claims, as `replace` does. Return the keys of changed jobs."""
         changed: set[Key] = set()
         with self._lock:
             unlisted = self._caches.list_claims(namespace)
-            for claim in claims:
-                unlisted.discard((claim["metadata"]["namespace"], claim["metadata"]["name"]))
-                changed |= self.put_claim(claim)
-            for name in unlisted:
-                changed |= self.remove_claim(name)
+        for claim in claims:
+            unlisted.discard((claim["metadata"]["namespace"], claim["metadata"]["name"]))
+            changed |= self.put_claim(claim)
+        for name in unlisted:
+            changed |= self.remove_claim(name)
         return changed
 
     def put_dataset(self, dataset: Mapping[str, Any]) -> None:
@@ -212,10 +212,14 @@ class WatchCache:
             self._caches.remove_dataset(name)
 
     def replace_datasets(self, namespace: str | None, datasets: Iterable[Mapping[str, Any]]) -> None:
+        """Store a complete list of CachedDatasets, as `replace` does."""
         with self._lock:
-            self._caches.remove_datasets(namespace)
-            for dataset in datasets:
-                self._caches.put_dataset(dataset)
+            unlisted = self._caches.list_datasets(namespace)
+        for dataset in datasets:
+            unlisted.discard((dataset["metadata"]["namespace"], dataset["metadata"]["name"]))
+            self.put_dataset(dataset)
+        for name in unlisted:
+            self.remove_dataset(name)
 
     # What a plan sees.
 

@@ -12,7 +12,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from topkube.job import KIND
 from topkube.job.cached_dataset import CACHED_KIND
@@ -60,6 +61,9 @@ class Watchers:
             ("Node", None),
         ]
         self._heard_at: dict[tuple[str, str | None], float] = {}
+        self._started_at = time.monotonic()
+        self._listed: set[tuple[str, str | None]] = set()
+        """The kinds and namespaces that have been listed completely."""
         self._refused: set[tuple[str, str | None]] = set()
         self._newest: dict[tuple[str, str | None], int] = {}
         """The version of the last list, by kind and namespace."""
@@ -67,6 +71,7 @@ class Watchers:
         self._restoring = threading.Lock()
 
     def start(self) -> None:
+        self._started_at = time.monotonic()
         for kind, namespace in self._tasks:
             name = f"watch-{kind}-{namespace or 'all'}"
             threading.Thread(target=self._follow_kind, args=(kind, namespace), name=name, daemon=True).start()
@@ -85,12 +90,12 @@ class Watchers:
 
     def is_synced(self) -> bool:
         """Return True if everything has been listed once. Nothing may be decided before that."""
-        return all(task in self._heard_at or task in self._refused for task in self._tasks)
+        return all(task in self._listed or task in self._refused for task in self._tasks)
 
     def is_alive(self) -> bool:
         """Return True if every watcher has heard from the API server within the last three minutes."""
         oldest = time.monotonic() - _PATIENCE_SECONDS
-        return all(self._heard_at.get(task, 0.0) > oldest or task in self._refused for task in self._tasks)
+        return all(self._heard_at.get(task, self._started_at) > oldest or task in self._refused for task in self._tasks)
 
     def _follow_kind(self, kind: str, namespace: str | None, version: str = "") -> None:
         pause, restores = _PAUSE, self._restores
@@ -122,21 +127,31 @@ class Watchers:
             pause = min(pause * 2, _LONGEST_PAUSE)
 
     def _list_kind(self, kind: str, namespace: str | None) -> str:
-        objects, version = self._cluster.list(kind, namespace, _find_selector(kind))
-        self._check_version(kind, namespace, version)
+        """List a kind into the watch cache. Return the version from which a watch can continue."""
+        listed_version = ""
+
+        def read_objects() -> Iterator[dict[str, Any]]:
+            nonlocal listed_version
+            for objects, version in self._cluster.list_pages(kind, namespace, _find_selector(kind)):
+                if not listed_version:
+                    self._check_version(kind, namespace, version)
+                listed_version = version
+                self._note_contact(kind, namespace)
+                yield from objects
+
         changed: Iterable[Key] = ()
         if kind == "Node":
-            changed = self._cache.replace_nodes(objects)
+            changed = self._cache.replace_nodes(read_objects())
         elif kind == CLAIM:
-            changed = self._cache.replace_claims(namespace, objects)
+            changed = self._cache.replace_claims(namespace, read_objects())
         elif kind == CACHED_KIND:
-            self._cache.replace_datasets(namespace, objects)
+            self._cache.replace_datasets(namespace, read_objects())
         else:
-            changed = self._cache.replace(kind, namespace, objects)
+            changed = self._cache.replace(kind, namespace, read_objects())
         self._refused.discard((kind, namespace))
-        self._note_contact(kind, namespace)
+        self._listed.add((kind, namespace))
         self._wake(changed)
-        return version
+        return listed_version
 
     def _check_version(self, kind: str, namespace: str | None, version: str) -> None:
         """Forget the known versions if resource versions have gone back."""

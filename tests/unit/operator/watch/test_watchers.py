@@ -36,6 +36,11 @@ class WatchedApiServer:
         self.lists.append((time.monotonic(), kind))
         return [item for item in self.items if item["kind"] == kind], str(self.version)
 
+    def list_pages(self, kind: str, namespace: str | None, selector: str = "") -> Iterator[tuple[list[Manifest], str]]:
+        """Yield each object as a page."""
+        objects, version = self.list(kind, namespace)
+        yield from [([item], version) for item in objects] or [([], version)]
+
     def watch(self, kind: str, namespace: str | None, selector: str, version: str) -> Iterator[Manifest]:
         self.watches.append((kind, version))
         yield from self.answer_watch(kind)
@@ -105,7 +110,7 @@ class _Stopped:
         self._set = True
 
 
-def _build_pod(version: int, phase: str) -> Manifest:
+def _build_pod(version: int, phase: str, name: str = "a") -> Manifest:
     reference = {
         "kind": KIND,
         "apiVersion": "topkube.dev/v1alpha1",
@@ -113,7 +118,7 @@ def _build_pod(version: int, phase: str) -> Manifest:
         "uid": "uid-1",
         "controller": True,
     }
-    metadata = {"name": "a", "namespace": "team", "uid": "uid-of-a", "resourceVersion": str(version)}
+    metadata = {"name": name, "namespace": "team", "uid": f"uid-of-{name}", "resourceVersion": str(version)}
     labels = {names.ROLE: "worker", names.WORKER_INDEX: "0", names.ATTEMPT: "1"}
     return {
         "kind": "Pod",
@@ -148,8 +153,7 @@ def test_after_a_restore_from_a_backup_the_cache_holds_the_restored_objects() ->
         "Running"
     ]
     cache.remove("Pod", ("team", "b"), "uid-of-b")  # removed after the backup, so the restored cluster has it again
-    returned_pod = _build_pod(480, "Pending")
-    returned_pod["metadata"] |= {"name": "b", "uid": "uid-of-b"}
+    returned_pod = _build_pod(480, "Pending", "b")
     api.version, api.items = 500, [_build_pod(470, "Pending"), returned_pod, _build_job(471, 2)]
     changed_keys: set[Key] = watchers.audit()
     assert ("team", "train") in changed_keys
@@ -197,3 +201,67 @@ def test_a_job_whose_change_no_watch_reported_is_read_again() -> None:
     api.items = [_build_job(995, 3)]
     assert watchers.audit() == {("team", "train")}
     assert watchers.audit() == set()
+
+
+def test_a_list_is_stored_page_by_page() -> None:
+    """All pods of a large cluster at once need more memory than an operator has."""
+    api, cache = WatchedApiServer(lambda kind: iter(())), WatchCache()
+    pages = [[_build_pod(990, "Running", "a")], [_build_pod(991, "Running", "b")]]
+    watchers = _build_watchers(api, cache)
+    watchers._tasks = [("Pod", None)]
+    stored_before_page = list[int]()
+
+    def list_pages(*_: Any) -> Iterator[tuple[list[Manifest], str]]:
+        for page in pages:
+            stored_before_page.append(len(cache.find_pods(Owner("team", "train", "uid-1"))))
+            assert not watchers.is_synced()
+            yield page, "1000"
+
+    api.list_pages = list_pages  # type: ignore[method-assign]
+    assert watchers._list_kind("Pod", None) == "1000"
+    assert stored_before_page == [0, 1]
+    assert watchers.is_synced()
+
+
+def test_a_watcher_lives_while_a_long_list_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of a large cluster takes minutes. The kubelet must not restart the operator meanwhile."""
+    now = 1000.0
+    monkeypatch.setattr(watchers_module.time, "monotonic", lambda: now)
+    api = WatchedApiServer(lambda kind: iter(()))
+    watchers = _build_watchers(api, WatchCache())
+    watchers._tasks = [("Pod", None)]
+    assert watchers.is_alive(), "it has just started"
+    now += watchers_module._PATIENCE_SECONDS + 1
+    assert not watchers.is_alive(), "the API server has not answered"
+
+    def list_pages(*_: Any) -> Iterator[tuple[list[Manifest], str]]:
+        nonlocal now
+        for name in "abc":
+            yield [_build_pod(990, "Running", name)], "1000"
+            now += watchers_module._PATIENCE_SECONDS - 1
+            assert watchers.is_alive()
+
+    api.list_pages = list_pages  # type: ignore[method-assign]
+    watchers._list_kind("Pod", None)
+
+
+def test_a_pod_that_is_made_while_pods_are_listed_stays_known() -> None:
+    """The list does not contain the pod. It seemed to be removed: the attempt ended, and the pod was never deleted,
+    because later messages about it were ignored."""
+    api, cache = WatchedApiServer(lambda kind: iter(())), WatchCache()
+    watchers = _build_watchers(api, cache)
+    listed_pods = [_build_pod(990, "Running", "a")]
+    cache.put("Pod", _build_pod(990, "Running", "gone"))
+
+    def list_pages(*_: Any) -> Iterator[tuple[list[Manifest], str]]:
+        cache.put("Pod", _build_pod(1001, "Pending", "new"))  # the answer to a write of the operator
+        yield listed_pods, "1000"
+
+    api.list_pages = list_pages  # type: ignore[method-assign]
+    watchers._list_kind("Pod", None)
+    observed = cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {})
+    assert {pod.name for pod in observed.pods} == {"a", "new"}
+    assert set(observed.removed_at) == {"gone"}
+    cache.put("Pod", _build_pod(1002, "Running", "new"))
+    observed = cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {})
+    assert {pod.name: pod.phase for pod in observed.pods} == {"a": "Running", "new": "Running"}
