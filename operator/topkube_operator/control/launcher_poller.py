@@ -29,7 +29,6 @@ from topkube_operator.children import credentials, pods
 from topkube_operator.control.controller import Controller
 from topkube_operator.model import names, stored_job
 from topkube_operator.model.observed import LauncherReport, Pod, Policy
-from topkube_operator.planning import attempts
 from topkube_operator.watch.owner import Owner
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import Key
@@ -123,11 +122,15 @@ class LauncherPoller:
                 continue
             if not stored_job.is_managed(job):
                 continue
-            job_pods = self._cache.find_pods(Owner.of(job))
-            launcher = _find_running_launcher(job_pods, status.get("attempt"))
+            owner = Owner.of(job)
+            launcher = _find_running_launcher(self._cache.find_launchers(owner), status.get("attempt"))
             if launcher is not None:
                 topology = stored_job.read_topology_key(job)
-                domains = find_domains(job_pods, launcher, topology, self._cache.find_node_label) if topology else ""
+                domains = (
+                    find_domains(self._cache.find_pods(owner), launcher, topology, self._cache.find_node_label)
+                    if topology
+                    else ""
+                )
                 launchers.append(((metadata["namespace"], metadata["name"]), metadata["uid"], launcher, domains))
         current = {launcher.uid for _, _, launcher, _ in launchers}
         self._targets = {uid: target for uid, target in self._targets.items() if uid in current}
@@ -242,9 +245,9 @@ def find_domains(job_pods: Iterable[Pod], launcher: Pod, key: str, read_label: C
     return contract.encode_domains(numbers[value] for value in values)
 
 
-def _find_running_launcher(job_pods: Iterable[Pod], attempt: object) -> Pod | None:
-    for pod in job_pods:
-        if pod.attempt == attempt and attempts.is_launcher_pod(pod, pod.attempt):
+def _find_running_launcher(launchers: Iterable[Pod], attempt: object) -> Pod | None:
+    for pod in launchers:
+        if pod.attempt == attempt:
             container = pod.launcher_container
             if pod.address and container.started is not None and container.exit_code is None:
                 return pod

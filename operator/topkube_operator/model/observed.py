@@ -169,6 +169,11 @@ class Pod:
         return next((name for name, container in self.containers.items() if container.exit_code), "")
 
     @property
+    def has_launcher(self) -> bool:
+        """True if the pod contains the launcher of its attempt."""
+        return self.role == names.LAUNCHER or (self.role == names.WORKER and self.workers > 0)
+
+    @property
     def launcher_container(self) -> Container:
         """The launcher's container, in its own pod or beside worker 0."""
         return self.containers.get(names.LAUNCHER) or Container()

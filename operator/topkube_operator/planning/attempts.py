@@ -58,7 +58,7 @@ def find_current_pods(job: str, uid: str, workers: int, draft: StatusDraft, obse
 
 def is_launcher_pod(pod: Pod, number: int) -> bool:
     """Return True if the pod contains the launcher of this attempt."""
-    return pod.attempt == number and (pod.role == names.LAUNCHER or (pod.role == names.WORKER and pod.workers > 0))
+    return pod.attempt == number and pod.has_launcher
 
 
 def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed) -> Creation:

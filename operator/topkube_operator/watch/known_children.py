@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from topkube_operator.model.observed import Child, Pod
 from topkube_operator.watch.owner import Owner
@@ -32,6 +33,10 @@ class KnownChildren:
         self._of_owner: dict[Owner, dict[tuple[str, Name], Entry]] = {}
         self._owners: dict[Key, set[Owner]] = {}
         """The jobs that have children, by the key of the job. A key may have had several jobs."""
+        self._on_node: dict[str, dict[Name, Owner]] = {}
+        """The jobs of the pods on each node, by the name of the pod."""
+        self._launchers: dict[Owner, dict[Name, Pod]] = {}
+        """The pods of each job that contain a launcher."""
 
     def find(self, kind: str, name: Name) -> Entry | None:
         return self._by_kind.get(kind, {}).get(name)
@@ -50,6 +55,14 @@ class KnownChildren:
             if isinstance(entry.value, Pod):
                 yield entry.owner, entry.value
 
+    def list_launchers(self, owner: Owner) -> list[Pod]:
+        """Return the pods of a job that contain a launcher."""
+        return list(self._launchers.get(owner, {}).values())
+
+    def find_owners_on_node(self, node: str) -> set[Owner]:
+        """Return the jobs with pods on a node."""
+        return set(self._on_node.get(node, {}).values())
+
     def find_pods(self, key: Key) -> list[tuple[Owner, Pod]]:
         """Return the pods, with their jobs, of all jobs that have had this key."""
         owners = self._owners.get(key, ())
@@ -62,10 +75,18 @@ class KnownChildren:
         self._by_kind.setdefault(kind, {})[name] = entry
         self._of_owner.setdefault(entry.owner, {})[kind, name] = entry
         self._owners.setdefault(entry.owner.key, set()).add(entry.owner)
+        if isinstance(entry.value, Pod):
+            if entry.value.node:
+                self._on_node.setdefault(entry.value.node, {})[name] = entry.owner
+            if entry.value.has_launcher:
+                self._launchers.setdefault(entry.owner, {})[name] = entry.value
 
     def forget(self, kind: str, name: Name, entry: Entry) -> None:
         """Forget a known child."""
         del self._by_kind[kind][name]
+        if isinstance(entry.value, Pod):
+            _remove_entry(self._on_node, entry.value.node, name)
+            _remove_entry(self._launchers, entry.owner, name)
         siblings = self._of_owner.get(entry.owner, {})
         siblings.pop((kind, name), None)
         if not siblings:
@@ -80,3 +101,11 @@ class KnownChildren:
         for entries in self._by_kind.values():
             for entry in entries.values():
                 entry.version = -1
+
+
+def _remove_entry(entries: dict[Any, dict[Name, Any]], index: Any, name: Name) -> None:
+    """Remove the entry of a child from an index that may contain it."""
+    named_entries = entries.get(index, {})
+    named_entries.pop(name, None)
+    if not named_entries:
+        entries.pop(index, None)

@@ -123,6 +123,11 @@ class WatchCache:
         with self._lock:
             return tuple(value for value in self._children.list_children(owner) if isinstance(value, Pod))
 
+    def find_launchers(self, owner: Owner) -> list[Pod]:
+        """Return the pods of the job `owner` that contain a launcher."""
+        with self._lock:
+            return self._children.list_launchers(owner)
+
     def find_stuck_pods(self, key: Key) -> list[Pod]:
         """Return the pods that are being deleted and in which nothing runs, of all jobs that have had this key."""
         with self._lock:
@@ -172,7 +177,7 @@ class WatchCache:
 
     def _find_keys_on_node(self, node: str) -> set[Key]:
         """Return the keys of the jobs with pods on a node."""
-        return {owner.key for owner, pod in self._children.list_pods() if pod.node == node}
+        return {owner.key for owner in self._children.find_owners_on_node(node)}
 
     def find_node_label(self, name: str, key: str) -> str:
         """Return a label of a node; empty if the node is not known or does not have it."""

@@ -9,7 +9,6 @@ from typing import Literal
 
 from topkube.job import FirstFailure
 from topkube.launch import contract
-from topkube_operator.model import names
 from topkube_operator.model.observed import Container, Observed, Pod
 from topkube_operator.planning.causes.pod_failures import (
     FIRST_SIGNAL,
@@ -247,7 +246,7 @@ def _find_first_worker_failure(
 
 
 def _had_launcher(pod: Pod, attempt: AttemptPods) -> bool:
-    return pod.attempt == attempt.number and (pod.role == names.LAUNCHER or pod.workers > 0)
+    return pod.attempt == attempt.number and pod.has_launcher
 
 
 def _build_failed_verdict(failure: Failure) -> Verdict:
