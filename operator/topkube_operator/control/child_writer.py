@@ -55,7 +55,7 @@ class ChildWriter:
         troubles: dict[tuple[str, str], Trouble] = {}
         for stage in stages:
             results = self._calls.call_each(
-                key, lambda manifest: self._apply_manifest(manifest, owner, memory), stage, _is_overload
+                key, lambda manifest: self._apply_manifest(manifest, owner, memory), stage, _ends_stage
             )
             for manifest, trouble in zip(stage, results, strict=True):
                 if trouble is not None:
@@ -138,7 +138,9 @@ class ChildWriter:
                 if trouble is None:
                     memory.contests.count_write(manifest, time.monotonic())
                 return trouble
-            if error.status in (400, 403, 404, 409, 422):
+            if error.status == http.HTTPStatus.CONFLICT:
+                return Trouble("Conflict", f"another client wrote at the same time: {error.what}")
+            if error.status in (400, 403, 404, 422):
                 return Trouble("Refused", error.what)
             if error.status == http.HTTPStatus.TOO_MANY_REQUESTS:
                 return Trouble("Throttled", f"the API server has too many requests: {error.what}", error.wait)
@@ -186,6 +188,8 @@ class ChildWriter:
         return Trouble("ForeignObject", "exists and does not belong to this job: delete it, or rename the job")
 
 
-def _is_overload(trouble: Trouble | None) -> bool:
-    """Return True if further calls would add to the problem."""
-    return trouble is not None and trouble.reason in ("Throttled", "ServerError")
+def _ends_stage(trouble: Trouble | None) -> bool:
+    """Return True if the other objects of a stage would have the same trouble, or would add to it. A quota that is used
+    up, a policy or a mistake in the template concerns all pods: for thousands of workers, their refusals would be
+    thousands of calls, again at each try."""
+    return trouble is not None and trouble.reason in ("Refused", "Throttled", "ServerError")

@@ -308,11 +308,11 @@ class LauncherReport:
 class Trouble:
     """Why a child could not be made."""
 
-    reason: Literal["ForeignObject", "Terminating", "Refused", "Throttled", "ServerError", "Contested"]
+    reason: Literal["ForeignObject", "Terminating", "Refused", "Conflict", "Throttled", "ServerError", "Contested"]
     """ForeignObject: the object belongs to something else. Terminating: an earlier job of this name left the object,
-    and the object is being deleted. Refused: the API server or an admission webhook refused the object. Throttled: the
-    API server answered 429. ServerError: the API server answered 5xx. Contested: something else keeps changing the
-    object."""
+    and the object is being deleted. Refused: the API server or an admission webhook refused the object. Conflict:
+    another client changed the namespace's quota at the same time. Throttled: the API server answered 429. ServerError:
+    the API server answered 5xx. Contested: something else keeps changing the object."""
     message: str
     wait: float = 0.0
     """Seconds that the server asks us to wait (Retry-After)."""

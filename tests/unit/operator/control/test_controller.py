@@ -12,6 +12,7 @@ from simulated_job import build_job
 
 from topkube.job import KIND
 from topkube.timestamps import format_timestamp
+from topkube_operator.control.plan_executor import CALLS
 from topkube_operator.model import names
 from topkube_operator.watch.api_connection import ApiError
 
@@ -152,6 +153,36 @@ def test_an_overloaded_api_server_gets_the_time_that_it_asks_for_and_the_status_
     assert len(calls) <= 4, "the first stage of children, tried once"
     due, _ = min(replica.queue._later)
     assert due - time.monotonic() > 50
+
+
+def test_a_quota_that_is_used_up_does_not_cost_a_call_for_each_worker(replica: Replica) -> None:
+    refused = list[str]()
+
+    def refuse(manifest: Manifest) -> None:
+        if manifest["kind"] == "Pod":
+            refused.append(manifest["metadata"]["name"])
+            time.sleep(0.01)
+            raise ApiError(403, 'pods "train-worker-0" is forbidden: exceeded quota: gpus', "Forbidden")
+
+    replica.server.before_create = refuse
+    replica.create_job(workers=500, spread="None")
+    wait_until(lambda: replica.find_condition("Created").get("reason") == "Refused")
+    assert "exceeded quota" in replica.find_condition("Created")["message"]
+    assert len(refused) <= 2 * CALLS, "calls that had begun, of at most two tries"
+
+
+def test_a_quota_that_another_client_writes_at_the_same_time_delays_one_pod(replica: Replica) -> None:
+    has_conflict = iter([True])
+
+    def refuse(manifest: Manifest) -> None:
+        if manifest["kind"] == "Pod" and next(has_conflict, False):
+            raise ApiError(409, 'Operation cannot be fulfilled on resourcequotas "gpus"', "Conflict")
+
+    replica.server.before_create = refuse
+    replica.create_job(workers=50, spread="None")
+    wait_until(lambda: len(replica.server.list_names("Pod")) >= 49)
+    wait_until(lambda: len(replica.server.list_names("Pod")) == 51)
+    assert "Conflict" in replica.recorded.reasons
 
 
 def test_a_webhook_that_fails_is_shown(replica: Replica) -> None:
