@@ -55,17 +55,22 @@ def sum_member_requests(job: TrainingJob, uid: str, policy: Policy) -> dict[str,
 
 
 def sum_pod_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Return what a pod requests, as the scheduler counts it: all containers and native sidecars together, or the
-    largest init container if that is more, and the overhead."""
-    running = _sum_amounts(_read_requests(container) for container in spec.get("containers") or ())
-    largest = dict[str, Decimal]()
+    """Return what a pod requests, as the scheduler counts it: all containers and native sidecars together, or more if
+    an init container and the sidecars before it need more; then the pod's own resources, which replace that; and the
+    overhead."""
+    sidecars, largest = dict[str, Decimal](), dict[str, Decimal]()
     for container in spec.get("initContainers") or ():
+        requests = _read_requests(container)
         if isinstance(container, Mapping) and container.get("restartPolicy") == "Always":
-            running = _sum_amounts([running, _read_requests(container)])
+            sidecars = _sum_amounts([sidecars, requests])
         else:
-            largest = _choose_larger_amounts(largest, _read_requests(container))
-    overhead = spec.get("overhead")
-    return _sum_amounts([_choose_larger_amounts(running, largest), _read_amounts(overhead)])
+            largest = _choose_larger_amounts(largest, _sum_amounts([sidecars, requests]))
+    running = _sum_amounts([sidecars, *(_read_requests(container) for container in spec.get("containers") or ())])
+    total = _choose_larger_amounts(running, largest)
+    pod_resources = spec.get("resources")
+    if isinstance(pod_resources, Mapping):
+        total = _read_amounts(pod_resources.get("limits")) | total | _read_amounts(pod_resources.get("requests"))
+    return _sum_amounts([total, _read_amounts(spec.get("overhead"))])
 
 
 def _read_requests(container: Any) -> dict[str, Decimal]:

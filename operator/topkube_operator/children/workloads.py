@@ -33,6 +33,8 @@ _POD_FIELDS = (
     "schedulerName",
     "overhead",
     "restartPolicy",
+    "resources",
+    "resourceClaims",
 )
 """Fields of a pod that decide where it fits and what it needs."""
 _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -13,7 +14,8 @@ from simulated_job import build_job
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube_operator.children import pod_sets, pods
+from topkube_operator.children import pod_sets, pods, workloads
+from topkube_operator.model import names
 
 RACK = "example.com/rack"
 
@@ -43,7 +45,7 @@ def test_members_request_the_resources_of_their_containers() -> None:
 
 
 def test_init_containers_count_if_they_need_more_and_native_sidecars_always() -> None:
-    spec = {
+    spec: dict[str, Any] = {
         "containers": [{"resources": {"requests": {"cpu": "1"}}}],
         "initContainers": [
             {"resources": {"requests": {"cpu": "3"}}},
@@ -51,6 +53,23 @@ def test_init_containers_count_if_they_need_more_and_native_sidecars_always() ->
         ],
     }
     assert pod_sets.sum_pod_requests(spec) == {"cpu": Decimal(3), "memory": Decimal(1024)}
+    spec["initContainers"].reverse()  # now the sidecar runs beside the other init container
+    assert pod_sets.sum_pod_requests(spec) == {"cpu": Decimal("3.5"), "memory": Decimal(1024)}
+
+
+def test_resources_of_the_whole_pod_count_in_place_of_those_of_its_containers() -> None:
+    """Kubernetes 1.34 has such resources. Without them in its Workload, a job took nodes and no quota."""
+    resources = {"requests": {"cpu": "8"}, "limits": {"cpu": "16", "memory": "1Ki"}}
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "eight-gpus"}]
+    template = _build_template({"requests": {"cpu": "1"}}, overhead={"cpu": "1"}, resourceClaims=claims)
+    template["spec"]["resources"] = resources
+    assert pod_sets.sum_pod_requests(template["spec"]) == {"cpu": Decimal(9), "memory": Decimal(1024)}
+    data = build_job(template=template)
+    data["metadata"]["labels"] = {names.KUEUE_QUEUE: "gpus"}
+    policy = replace(POLICY, workloads="kueue.x-k8s.io/v1beta1")
+    workload = workloads.build_workload(TrainingJob.from_cluster(data), "uid-1", policy, {})
+    spec = workload["spec"]["podSets"][1]["template"]["spec"]
+    assert (spec["resources"], spec["resourceClaims"]) == (resources, claims)
 
 
 @given(
