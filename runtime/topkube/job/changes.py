@@ -24,6 +24,7 @@ FIXED: tuple[tuple[str, ...], ...] = (
     ("slotsPerWorker",),
     ("mpiImplementation",),
     ("launcher", "colocate"),
+    ("launcher", "resources"),
     ("source",),
     ("setup",),
     ("aggregation",),

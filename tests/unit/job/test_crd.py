@@ -219,7 +219,13 @@ def test_rules_and_the_webhook_allow_the_same_changes(
 
 
 @pytest.mark.parametrize(
-    ("path", "value"), [("spread", "None"), ("runPolicy.schedulingPolicy", {"queue": "gold"}), ("workers", 3)]
+    ("path", "value"),
+    [
+        ("spread", "None"),
+        ("runPolicy.schedulingPolicy", {"queue": "gold"}),
+        ("workers", 3),
+        ("launcher.resources", {"limits": {"nvidia.com/gpu": "8"}}),
+    ],
 )
 def test_a_rule_guards_each_field_that_may_not_change(path: str, value: Any) -> None:
     container = {"name": "worker", "image": "i:1", "command": ["a"]}
@@ -227,13 +233,13 @@ def test_a_rule_guards_each_field_that_may_not_change(path: str, value: Any) -> 
     data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
     after: dict[str, Any] = copy.deepcopy(spec)
     *parents, last = path.split(".")
-    (after[parents[0]] if parents else after)[last] = value
+    (after.setdefault(parents[0], {}) if parents else after)[last] = value
     old, new = (fill_defaults({**data, "spec": changed_spec}, SCHEMA) for changed_spec in (spec, after))
     [refused] = find_refusals(new, old)
     assert last in refused
     suspended = copy.deepcopy(old)
     suspended["spec"]["runPolicy"]["suspend"] = True
-    assert bool(find_refusals(new, suspended)) == (path == "workers")
+    assert bool(find_refusals(new, suspended)) == (path in ("workers", "launcher.resources"))
 
 
 INVALID_CHANGES: list[tuple[dict[str, Any], str]] = [
