@@ -128,11 +128,13 @@ class EventRecorder:
             self._recorded.popitem(last=False)
 
     def _take_token(self, uid: str, now: float) -> bool:
-        """Return True if the job's token bucket allows another Event."""
+        """Return True if the job's token bucket allows another Event. An Event that is dropped takes no token:
+        otherwise a job with frequent Events would never get another one."""
         tokens, at = self._budgets.get(uid, (_BURST, now))
         tokens = min(_BURST, tokens + (now - at) * _PER_SECOND)
-        self._budgets[uid] = (max(0.0, tokens - 1), now)
+        is_allowed = tokens >= 1
+        self._budgets[uid] = (tokens - 1 if is_allowed else tokens, now)
         self._budgets.move_to_end(uid)
         if len(self._budgets) > _REMEMBERED:
             self._budgets.popitem(last=False)
-        return tokens >= 1
+        return is_allowed
