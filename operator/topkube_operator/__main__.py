@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from topkube_operator.http.scrape_access import add_scrape_options, read_scrape_
 from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
 
+_MOST_LEVELS = 12_000
+"""How deep the JSON may be that the operator reads. The API server accepts objects of 10,000 levels."""
+_STACK_BYTES = 16 << 20
+"""The stack of each thread. Python's reader of JSON takes about 2 MiB for 10,000 levels."""
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -24,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the operator until a signal stops it. Return the exit status."""
     parser = build_parser()
     options = parser.parse_args(arguments)
+    allow_deep_objects()
     scrape = read_scrape_options(parser, options)
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
@@ -70,6 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"topkube-operator: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def allow_deep_objects() -> None:
+    """Let all threads that start from now on read every object that the API server stores.
+
+    A pod template may be as deep as its author likes. With Python's usual limit of 1,000 levels, one such job ended
+    the watch of the jobs of all users, and the operator with it. `check_extent` refuses deep jobs as invalid."""
+    sys.setrecursionlimit(_MOST_LEVELS)
+    threading.stack_size(_STACK_BYTES)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -45,6 +45,32 @@ def run(operator: Operator, hook: WebhookOptions) -> None:
     )
 
 
+class NoEssences(kopf.DiffBaseStorage):
+    """Stores no earlier state of objects, because no handler needs the difference. By default, kopf copies each object
+    at each event, and reads an annotation in which users may write anything."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        pass
+
+
+def configure(settings: kopf.OperatorSettings, *, is_clusterwide: bool) -> None:
+    """Change kopf's settings to those of the operator."""
+    settings.posting.enabled = False
+    settings.persistence.diffbase_storage = NoEssences()
+    # With named namespaces the operator has no right to list namespaces and does not need it. kopf would retry for a
+    # minute before it starts.
+    settings.scanning.disabled = not is_clusterwide
+    settings.queueing.idle_timeout = 1.0
+    settings.watching.server_timeout = 240
+    settings.process.ultimate_exiting_timeout = 20
+
+
 def build_registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
     """Return all handlers."""
     handlers = kopf.OperatorRegistry()
@@ -71,13 +97,7 @@ def build_registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorReg
 
     @kopf.on.startup(registry=handlers)
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
-        settings.posting.enabled = False
-        # With named namespaces the operator has no right to list namespaces and does not need it. kopf would retry for
-        # a minute before it starts.
-        settings.scanning.disabled = bool(operator.options.namespaces)
-        settings.queueing.idle_timeout = 1.0
-        settings.watching.server_timeout = 240
-        settings.process.ultimate_exiting_timeout = 20
+        configure(settings, is_clusterwide=not operator.options.namespaces)
         await asyncio.to_thread(operator.start)
         assert operator.controller is not None
         poller = LauncherPoller(operator.cache, operator.controller, operator.policy, operator.is_acting)

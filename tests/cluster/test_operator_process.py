@@ -3,7 +3,9 @@ scheduler."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from localkube.cluster import LocalCluster
@@ -73,6 +75,30 @@ def test_a_rendezvous_that_takes_too_long_names_who_is_missing(
     assert failure["reason"] == "RendezvousTimeout"
     assert failure["pod"] == jobs.build_pod_name("apart", "worker-0-1")
     assert failure["pod"] in failure["message"]
+
+
+def test_a_job_of_thousands_of_levels_does_not_end_the_operator(jobs: Jobs, kubeconfig: Path) -> None:
+    """The API server stores it. With Python's usual limit of 1,000 levels, the operator could list no job any more."""
+    usual_limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)  # the test reads the job too
+    try:
+        deep: Any = 1
+        for _ in range(3_000):
+            deep = [deep]
+        job = build_shell_job("deep", workers=1)
+        job["spec"]["template"]["spec"]["x"] = deep
+        jobs.create(job)
+        with OperatorProcess(str(kubeconfig), jobs.namespace).keep_running() as operator:
+            status = jobs.wait_phase("deep", "Failed")
+            assert (
+                "nested too deeply"
+                in next(entry for entry in status["conditions"] if entry["type"] == "Failed")["message"]
+            )
+            jobs.create(build_shell_job("shallow", workers=1))
+            jobs.wait_phase("shallow", "Succeeded")
+            assert operator.is_alive()
+    finally:
+        sys.setrecursionlimit(usual_limit)
 
 
 def test_a_gang_waits_for_its_scheduler(jobs: Jobs, kubeconfig: Path) -> None:

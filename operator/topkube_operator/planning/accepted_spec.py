@@ -11,6 +11,7 @@ from typing import Any
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
+from topkube.job.base.reading import check_extent
 from topkube.job.changes import build_outline, find_refused_changes, merge_allowed_changes, restore_spec
 from topkube.job.spec import Spec
 from topkube.job.template import remove_nulls, restore_nulls
@@ -50,6 +51,7 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
     Raises JobError if no spec can be followed.
     """
     data = {name: value for name, value in job.items() if name != "status"}
+    check_extent(job.get("spec"), "the stored job", ("spec",))  # before anything reads the spec level by level
     accepted, requested, refused_templates = draft.accepted, remove_nulls(job.get("spec")), list[str]()
     if accepted is not None:
         accepted, refused_templates = restore_spec(accepted, requested)

@@ -55,7 +55,7 @@ class TrainingJob(Part):
     def from_cluster(cls, data: Mapping[str, Any], name: str = "the stored job") -> TrainingJob:
         """Return the job that a cluster stores. Fields that this version does not know are kept and written back,
         because a rollback must not break stored objects. Raises JobError, whose message begins with `name`."""
-        check_extent(data.get("spec"), name)
+        check_extent(data.get("spec"), name, ("spec",))
         try:
             return cls.model_validate(data, extra="allow", by_name=False)
         except ValidationError as error:

@@ -46,9 +46,6 @@ def list_problems(error: ValidationError, model: type[Part], lines: Lines) -> li
     problems: list[tuple[Path, str]] = []
     for entry in error.errors(include_url=False):
         path = tuple(entry["loc"])
-        if len(path) > DEEPEST:
-            problems.append((path[:2], f"is nested too deeply: use fewer than {DEEPEST} levels"))
-            continue
         for below, text in entry.get("ctx", {}).get("problems", [((), _explain_error(entry, path, model))]):
             problems.append(((*path, *below), text))
     problems.sort(key=lambda problem: _find_line(problem[0], lines))

@@ -34,6 +34,8 @@ _PREFIX = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 for _resolver in (_Loader, _Dumper):
     _resolver.add_implicit_resolver(_PREFIX + "float", _EXPONENT, list("-+0123456789"))
+_SHOWN_LEVELS = 2
+"""The levels of a path that a message about deep nesting shows."""
 
 
 @dataclass
@@ -45,26 +47,36 @@ class Document:
     mistakes: list[str] = field(default_factory=list)
 
 
-def check_extent(data: Any, name: str) -> None:
-    """Raise JobError if plain data holds more than MOST_VALUES values: checking them would take seconds."""
-    waiting, count = [data], 0
+def check_extent(data: Any, name: str, path: Path = ()) -> None:
+    """Check the size of plain data, which are at `path` of the job; messages use `name` for the job.
+
+    Raises JobError if the data hold more than MOST_VALUES values, which take seconds to check, or more than DEEPEST
+    levels, because functions that call themselves for each level would fail."""
+    waiting, count = [(data, path, 0)], 0
     while waiting:
-        value = waiting.pop()
+        value, place, level = waiting.pop()
         if isinstance(value, Mapping):
             count += len(value)
-            below: Iterable[Any] = value.values()
+            below: Iterable[tuple[Any, Any]] = value.items()
         elif isinstance(value, list):
             count += len(value)
-            below = value
+            below = enumerate(value)
         else:
             continue
+        if level > DEEPEST:
+            text = f"is nested too deeply: use fewer than {DEEPEST} levels"
+            raise JobError(f"{name} has a mistake", [describe_problem(place, text, {})])
         if count > MOST_VALUES:
             raise JobError(
                 f"{name} holds more than {MOST_VALUES:,} values",
                 cause="it contains data that belongs into a file or a ConfigMap",
                 next_step="mount the data, and name its path in the job",
             )
-        waiting += [value for value in below if isinstance(value, Mapping | list)]
+        waiting += [
+            (value, (*place, key) if len(place) < _SHOWN_LEVELS else place, level + 1)
+            for key, value in below
+            if isinstance(value, Mapping | list)
+        ]
 
 
 def read_document(text: str | bytes, name: str) -> Document:
