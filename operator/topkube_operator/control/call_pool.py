@@ -27,9 +27,11 @@ class _Batch:
 
 
 class CallPool:
-    """A pool of `threads`. Each job that has calls to make begins one call in turn."""
+    """A pool of `threads`. Each job that has calls to make begins one call in turn. `observe_end` receives the job of
+    each call that has ended."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, observe_end: Callable[[Any], None] = lambda job: None) -> None:
+        self._observe_end = observe_end
         self._changed = threading.Condition()
         self._waiting: OrderedDict[Hashable, deque[_Batch]] = OrderedDict()
         """Batches with calls that have not begun, by job: the first job is next."""
@@ -74,13 +76,14 @@ class CallPool:
 
     def _run_calls(self) -> None:
         while (next_call := self._take_call()) is not None:
-            batch, index = next_call
+            job, batch, index = next_call
             error: BaseException | None = None
             result = None
             try:
                 result = batch.call(batch.items[index])
             except BaseException as raised:  # raised again in the thread that waits for the batch
                 error = raised
+            self._observe_end(job)
             with self._changed:
                 batch.results[index] = result
                 batch.ended_calls += 1
@@ -90,7 +93,7 @@ class CallPool:
                 if batch.ended_calls == batch.begun_calls and is_last:
                     self._changed.notify_all()
 
-    def _take_call(self) -> tuple[_Batch, int] | None:
+    def _take_call(self) -> tuple[Hashable, _Batch, int] | None:
         """Return the next call of the next job; wait for it if there is none. Return None if the pool is closed."""
         with self._changed:
             while True:
@@ -106,5 +109,5 @@ class CallPool:
                     batch, index = batches[0], batches[0].begun_calls
                     batch.begun_calls += 1
                     self._waiting.move_to_end(job)
-                    return batch, index
+                    return job, batch, index
                 self._changed.wait()

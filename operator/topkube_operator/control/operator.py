@@ -32,7 +32,8 @@ from topkube_operator.watch.work_queue import WorkQueue
 
 _log = logging.getLogger(__name__)
 _STUCK_SECONDS = 120.0
-"""If a job waits longer than this in the work queue, the operator is unhealthy."""
+"""If the work on a job makes no progress for longer than this, the operator is unhealthy. A job may wait longer: if
+hundreds of large jobs begin at the same time, the API server needs a quarter of an hour for their pods."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,9 @@ class Operator:
         """Return a problem that a restart of the operator would solve; empty if there is none."""
         if self.watchers is not None and not self.watchers.is_alive():
             return "a watcher has not heard from the API server for three minutes"
-        if self.queue.measure_oldest_wait() > _STUCK_SECONDS and self.is_acting():
-            return f"a job has been waiting for {self.queue.measure_oldest_wait():.0f} seconds"
+        standstill = self.queue.measure_standstill()
+        if standstill > _STUCK_SECONDS and self.is_acting():
+            return f"the work on jobs has made no progress for {standstill:.0f} seconds"
         return ""
 
     def find_readiness_problem(self) -> str:

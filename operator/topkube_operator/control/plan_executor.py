@@ -52,7 +52,7 @@ class PlanExecutor:
     def __init__(self, context: ControlContext) -> None:
         self._cluster, self._cache, self._queue = context.cluster, context.cache, context.queue
         self._recorder, self._metrics = context.recorder, context.metrics
-        self._calls = CallPool(CALLS)
+        self._calls = CallPool(CALLS, context.queue.note_progress)
         self.children = ChildWriter(context.cluster, context.cache, self._calls)
 
     def close(self) -> None:

@@ -22,6 +22,10 @@ class WorkQueue:
         """Waiting keys in order, with the time at which each was added."""
         self._busy: dict[Key, float] = {}
         """Keys that threads work on, with the time at which each was taken."""
+        self._advanced_at: dict[Key, float] = {}
+        """When the work on each key made progress last."""
+        self._moved_at = float("-inf")
+        """When a thread took a key, or ended its work on one, for the last time."""
         self._again: set[Key] = set()
         """Keys that were added while a thread worked on them."""
         self._later: list[tuple[float, Key]] = []
@@ -56,7 +60,7 @@ class WorkQueue:
                 wait = self._move_due_keys()
                 if self._ready:
                     key = next(iter(self._ready))
-                    self._busy[key] = time.monotonic()
+                    self._busy[key] = self._advanced_at[key] = self._moved_at = time.monotonic()
                     self._observe_wait(self._busy[key] - self._ready.pop(key))
                     return key
                 self._changed.wait(wait)
@@ -65,6 +69,8 @@ class WorkQueue:
         """End the work on a key that `get` returned."""
         with self._changed:
             self._busy.pop(key, None)
+            self._advanced_at.pop(key, None)
+            self._moved_at = time.monotonic()
             if key in self._again:
                 self._again.discard(key)
                 self._add(key)
@@ -79,6 +85,22 @@ class WorkQueue:
         """Return the seconds for which the oldest key has been waiting or in work; 0 if there is none."""
         with self._changed:
             times = [*self._busy.values(), *self._ready.values()]
+            return time.monotonic() - min(times) if times else 0.0
+
+    def note_progress(self, key: Key) -> None:
+        """Note that a part of the work on `key` is done."""
+        with self._changed:
+            if key in self._advanced_at:
+                self._advanced_at[key] = time.monotonic()
+
+    def measure_standstill(self) -> float:
+        """Return the seconds for which the work on some key has made no progress, or for which no thread has taken a
+        waiting key; 0 if there is no key. Keys may wait for long while others are worked on."""
+        with self._changed:
+            waiting_since = min(self._ready.values(), default=None)
+            times = [*self._advanced_at.values()]
+            if waiting_since is not None:
+                times.append(max([waiting_since, self._moved_at, *self._advanced_at.values()]))
             return time.monotonic() - min(times) if times else 0.0
 
     def count_waiting(self) -> int:

@@ -27,6 +27,14 @@ def test_results_come_in_order(calls: CallPool) -> None:
     assert calls.call_each("job", lambda number: 2 * number, []) == []
 
 
+def test_the_end_of_each_call_is_reported_with_its_job() -> None:
+    ended = list[Any]()
+    calls = CallPool(THREADS, ended.append)
+    calls.call_each("job", lambda number: number, range(10))
+    calls.close()
+    assert ended == ["job"] * 10
+
+
 class RecordingPool(CallPool):
     """A pool that notes the jobs of its calls in the order in which the calls begin."""
 
@@ -34,11 +42,12 @@ class RecordingPool(CallPool):
         self.begun = list[str]()
         super().__init__(threads)
 
-    def _take_call(self) -> tuple[Any, int] | None:
+    def _take_call(self) -> tuple[Any, Any, int] | None:
         with self._changed:
             next_call = super()._take_call()
             if next_call is not None:
-                self.begun.append(next_call[0].items[next_call[1]])
+                _, batch, index = next_call
+                self.begun.append(batch.items[index])
             return next_call
 
 

@@ -16,7 +16,7 @@ from topkube.job.cached_dataset import name_cached_dataset
 from topkube.timestamps import format_timestamp
 from topkube_operator.model import names, nodes
 from topkube_operator.model.observed import Observed, Pod, Policy
-from topkube_operator.watch import known_nodes, removals
+from topkube_operator.watch import known_nodes, removals, work_queue
 from topkube_operator.watch.owner import Owner
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import WorkQueue
@@ -309,6 +309,38 @@ def test_one_thread_works_on_a_key_and_a_change_queues_it_again() -> None:
     assert queue.measure_oldest_wait() == 0
     threading.Timer(0.05, queue.close).start()
     assert queue.get() is None
+
+
+def test_keys_that_wait_for_others_do_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of large jobs at the same time: the last one waits for a quarter of an hour. The operator was restarted
+    every three minutes meanwhile."""
+    now = 1000.0
+    monkeypatch.setattr(work_queue.time, "monotonic", lambda: now)
+    queue = WorkQueue()
+    keys = [("team", str(number)) for number in range(20)]
+    for key in keys:
+        queue.add(key)
+    for key in keys[:-1]:
+        assert queue.get() == key
+        for _ in range(10):  # pods that take 50 s each: the job takes 500 s
+            now += 50.0
+            assert queue.measure_standstill() == 50.0
+            queue.note_progress(key)
+        queue.done(key)
+    assert queue.measure_oldest_wait() == 19 * 500.0
+    now += 130.0
+    assert queue.measure_standstill() == 130.0, "no thread takes the last key"
+    assert queue.get() == keys[-1]
+    queue.add(keys[0])
+    assert queue.get() == keys[0]
+    now += 130.0
+    queue.note_progress(keys[0])
+    assert queue.measure_standstill() == 130.0, "one thread hangs, and another works"
+    queue.done(keys[0])
+    queue.done(keys[-1])
+    queue.note_progress(keys[0])  # a late call
+    now += 1000.0
+    assert queue.measure_standstill() == 0
 
 
 def test_the_earliest_of_several_appointments_counts() -> None:
