@@ -18,7 +18,7 @@ from typing import Any
 
 from topkube.job import KIND
 from topkube_operator.control.job_memory import JobMemory
-from topkube_operator.control.plan_executor import ControlContext, PlanExecutor
+from topkube_operator.control.plan_executor import PROGRESS_SECONDS, ControlContext, PlanExecutor
 from topkube_operator.model.observed import LauncherReport, Observed, Policy
 from topkube_operator.model.plan import Release
 from topkube_operator.planning import planner
@@ -75,11 +75,14 @@ class Controller:
         self._executor.close()
 
     def receive_report(self, key: Key, uid: str, report: LauncherReport) -> None:
-        """Store a launcher's report. Wake its job if the report differs from the last one."""
+        """Store a launcher's report. Wake its job if the report differs from the last one: now, or if only the progress
+        differs, when the status may be written again."""
         memory = self._find_memory(key, uid)
         before, memory.report = memory.report, report
         if before is None or _list_waking_fields(before) != _list_waking_fields(report):
             self._queue.add(key)
+        elif (before.progress, before.cache) != (report.progress, report.cache):
+            self._queue.add_after(key, max(0.0, memory.patched_at + PROGRESS_SECONDS - time.monotonic()))
 
     def wake(self, keys: Iterable[Key]) -> None:
         """Make jobs due whose observed state has changed."""
@@ -236,8 +239,10 @@ class Controller:
 
 
 def _list_waking_fields(report: LauncherReport) -> tuple[Any, ...]:
-    """Return the fields of a report that wake the job when they change. The time of the report is not one of them."""
-    return report.attempt, report.state, report.joined, report.missing, report.progress, report.cache
+    """Return the fields of a report that wake the job at once when they change. The progress of a running job changes
+    with each report: a plan for each would take most of the operator's time, and write nothing."""
+    failed_checkpoints = (report.progress or {}).get("failedCheckpoints")
+    return report.attempt, report.state, report.joined, report.missing, failed_checkpoints
 
 
 __all__ = ["Controller"]

@@ -31,7 +31,7 @@ from topkube_operator.watch.work_queue import Key, WorkQueue
 
 CALLS = 24
 """Calls to the API server at a time, of all jobs."""
-_COUNTS_SECONDS, _PROGRESS_SECONDS = 1.0, 15.0
+_COUNTS_SECONDS, PROGRESS_SECONDS = 1.0, 15.0
 """Minimum seconds between two status writes that change only counts of pods, or only progress."""
 
 
@@ -86,7 +86,7 @@ class PlanExecutor:
             self._queue.add_after(key, wait)
         patch = plan.status
         if patch and plan.urgency != "now" and not plan.delete and not apply:
-            due = memory.patched_at + (_COUNTS_SECONDS if plan.urgency == "soon" else _PROGRESS_SECONDS)
+            due = memory.patched_at + (_COUNTS_SECONDS if plan.urgency == "soon" else PROGRESS_SECONDS)
             if now < due:
                 self._queue.add_after(key, due - now)
                 patch = {}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from replica import KEY, LAUNCHER_POD, Manifest, Replica, wait_until
@@ -12,9 +14,14 @@ from simulated_job import build_job
 
 from topkube.job import KIND
 from topkube.timestamps import format_timestamp
-from topkube_operator.control.plan_executor import CALLS
+from topkube_operator.control.controller import Controller
+from topkube_operator.control.metrics import OperatorMetrics
+from topkube_operator.control.plan_executor import CALLS, ControlContext
 from topkube_operator.model import names
+from topkube_operator.model.observed import LauncherReport, Policy
 from topkube_operator.watch.api_connection import ApiError
+from topkube_operator.watch.watch_cache import WatchCache
+from topkube_operator.watch.work_queue import WorkQueue
 
 
 def test_a_job_that_was_created_before_the_replica_could_write_needs_no_other_event(replica: Replica) -> None:
@@ -183,6 +190,31 @@ def test_a_quota_that_another_client_writes_at_the_same_time_delays_one_pod(repl
     wait_until(lambda: len(replica.server.list_names("Pod")) >= 49)
     wait_until(lambda: len(replica.server.list_names("Pod")) == 51)
     assert "Conflict" in replica.recorded.reasons
+
+
+def test_progress_alone_makes_no_plan_before_the_status_may_be_written() -> None:
+    queue = WorkQueue()
+    unused: Any = None
+    context = ControlContext(unused, WatchCache(), queue, unused, OperatorMetrics(list))
+    controller = Controller(context, lambda _: Policy(), lambda: True)
+    report = LauncherReport(1, "Running", 2, (), datetime.now(UTC), {"step": 1})
+
+    def is_woken_by(new_report: LauncherReport) -> bool:
+        controller.receive_report(KEY, "uid-1", new_report)
+        is_woken = queue.count_waiting() > 0
+        if is_woken:
+            assert queue.get() == KEY
+            queue.done(KEY)
+        return is_woken
+
+    assert is_woken_by(report)
+    controller._find_memory(KEY, "uid-1").patched_at = time.monotonic()
+    assert not is_woken_by(replace(report, progress={"step": 2}))
+    assert queue.count_scheduled() == 1
+    assert not is_woken_by(replace(report, progress={"step": 3}))
+    assert queue.count_scheduled() == 1
+    assert is_woken_by(replace(report, progress={"step": 4, "failedCheckpoints": 1}))
+    assert is_woken_by(replace(report, state="Succeeded"))
 
 
 def test_a_webhook_that_fails_is_shown(replica: Replica) -> None:
