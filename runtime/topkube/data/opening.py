@@ -26,7 +26,7 @@ from topkube.settings import Settings
 
 _LISTING_FORMAT = 3
 """The format of listings in the cache. If a listing has another format, its manifest is read again."""
-_SESSION_FORMAT = 2
+_SESSION_FORMAT = 3
 """The format of the state that processes share. Another version of TopKube on this node uses its own state."""
 AnyPath = str | os.PathLike[str]
 

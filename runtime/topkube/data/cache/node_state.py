@@ -1,6 +1,6 @@
 """The state that the processes of a node share while they use a dataset: the time of the last verification of each
-shard, the states of the tiers, and the number of ranks that fill the cache. It is a small file in memory. The last user
-removes it."""
+shard, the shards for which readers wait, the shards that no filler fetches any more, the states of the tiers, and the
+number of ranks that fill the cache. It is a small file in memory. The last user removes it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NodeState:
     `Shards.cache_number_limit`). If `directory` cannot be used, only this process and its forks share the state."""
 
     def __init__(self, directory: Path, name: str, cache_number_limit: int) -> None:
-        size = 8 * (_CELLS + cache_number_limit)
+        size = 8 * _CELLS + (8 + 1 + 1) * cache_number_limit
         self._opened = time.monotonic()
         self._path = directory / f"session-{name}"
         self._user_lock: FileLock | None = FileLock(directory / f"session-{name}.users")
@@ -66,6 +66,11 @@ class NodeState:
         self._cells = np.frombuffer(memory, np.int64, _CELLS)
         self._verified = np.frombuffer(memory, np.float64, cache_number_limit, 8 * _CELLS)
         """The start of the last verification of each shard (monotonic clock of the machine); 0 if there was none."""
+        self._requested, self._left = np.frombuffer(
+            memory, np.uint8, 2 * cache_number_limit, size - 2 * cache_number_limit
+        ).reshape(2, -1)
+        """1 for each shard for which a reader waits; 1 for each shard that a filler has fetched or could not fetch.
+        Only readers set the first, and only fillers set the second, so no lock is needed."""
 
     def is_verified(self, cache_number: int) -> bool:
         """Return True if a process on this node has verified the shard since this object was created. Earlier
@@ -116,6 +121,24 @@ class NodeState:
     def advance(self, count: int) -> None:
         """Add `count` fetched bytes to `progress`."""
         self._cells[_PROGRESS] += count  # a lost update does no harm
+
+    def request(self, cache_number: int) -> None:
+        """Let the fillers fetch this shard before other shards, because a reader waits for it."""
+        self._requested[cache_number] = 1
+
+    def list_requested(self) -> list[int]:
+        """Return the cache numbers of the shards for which readers wait."""
+        numbers: list[int] = np.flatnonzero(self._requested).tolist()
+        return numbers
+
+    def leave_to_readers(self, cache_number: int) -> None:
+        """Store that a filler has fetched the shard, or could not fetch it. If the shard is not in the cache then, its
+        readers fetch it."""
+        self._left[cache_number], self._requested[cache_number] = 1, 0
+
+    def is_left_to_readers(self, cache_number: int) -> bool:
+        """Return True if no filler is going to fetch the shard."""
+        return bool(self._left[cache_number])
 
     @property
     def filler_count(self) -> int:

@@ -120,8 +120,9 @@ class ShardCache:
             is_stalled = now - progress_time > self.stall_seconds
             lock = self.folder.get_lock(shard.key)
             try:
-                # Readers leave shards to the fillers of this node, if there are fillers and they make progress.
-                may_fetch = source is not None or not self.node_state.filler_count or is_stalled
+                may_fetch = source is not None or is_stalled or not self._will_be_filled(shard)
+                if not may_fetch:
+                    self.node_state.request(shard.cache_number)
                 has_lock = may_fetch and lock.acquire(wait=False)
             except OSError as error:
                 self._cached.handle_volume_error(error)
@@ -144,6 +145,11 @@ class ShardCache:
                 self.counters.add("waits_seconds", time.monotonic() - begun)
                 return opened
         return self._cached.open(shard) or self._fetch_to_memory(shard, source)
+
+    def _will_be_filled(self, shard: DataShard) -> bool:
+        """Return True if readers must leave the shard to the fillers of this node: fillers are at work, and none of
+        them has finished this shard."""
+        return bool(self.node_state.filler_count) and not self.node_state.is_left_to_readers(shard.cache_number)
 
     def _fetch_to_tier(self, shard: DataShard, source: ShardSource | None) -> ShardFile | None:
         """Fetch the shard into the disk tier. Return None if the tier takes no more shards."""

@@ -35,7 +35,9 @@ class DiskFiller:
         self.share = [number for number in range(total) if place.find_filling_rank(number) == place.rank]
         """The shards that this rank puts into the cache of its node."""
         self._waiting: list[int] = self.share[::-1]
-        """The shards that are not being fetched yet; the last is the next."""
+        """The order of the shards that are not being fetched yet; the last is the next. Shards that are not in
+        `_not_begun` any more are skipped."""
+        self._not_begun = set(self.share)
         self._change = threading.Condition()
         self._busy = 0
         self._stopping = False
@@ -67,11 +69,12 @@ class DiskFiller:
         cache = self._cache
         while True:
             with self._change:
-                if self._stopping or cache.disk_state != OPEN or not self._waiting:
-                    self._waiting.clear()
+                if self._stopping or cache.disk_state != OPEN or not self._not_begun:
+                    self._not_begun.clear()
                     self._end_if_last()
                     return
-                number = self._waiting.pop()
+                number = self._choose_next()
+                self._not_begun.discard(number)
                 self._busy += 1
             try:
                 if not cache.has_samples(number):
@@ -87,9 +90,20 @@ class DiskFiller:
                     self.failure = error
                     print(f"topkube: the cache could not be filled ahead: {error}", file=sys.stderr, flush=True)
             finally:
+                cache.node_state.leave_to_readers(cache.shards.get_samples_shard(number).cache_number)
                 with self._change:
                     self._busy -= 1
                     self._change.notify_all()
+
+    def _choose_next(self) -> int:
+        """Return the shard that is fetched next: a shard for which a reader waits, else the next in the order. At least
+        one shard is not begun. The caller holds the condition."""
+        for cache_number in self._cache.node_state.list_requested():
+            if (number := cache_number % len(self._cache.shards)) in self._not_begun:
+                return number
+        while (number := self._waiting.pop()) not in self._not_begun:
+            pass
+        return number
 
     def _end_if_last(self) -> None:
         """If this is the last thread that ends, report that this rank no longer fills the tier, so that readers do not
@@ -118,7 +132,7 @@ class DiskFiller:
             while self._is_running:
                 self._change.wait(0.2)
                 if progress is not None:
-                    progress(len(self.share) - len(self._waiting) - self._busy)
+                    progress(len(self.share) - len(self._not_begun) - self._busy)
         if self.failure is not None:
             raise self.failure
 
@@ -126,7 +140,7 @@ class DiskFiller:
         """Fetch no more shards. Wait, at most 10 s per thread, for the shards that are being fetched."""
         with self._change:
             self._stopping = True
-            self._waiting.clear()
+            self._not_begun.clear()
         for thread in self._threads:
             thread.join(10)
         if self._exchange is not None:
