@@ -78,7 +78,7 @@ def build_final_error(error: Exception, what: str, retries: int) -> TopKubeError
             cause="the credentials are missing or wrong",
             next_step="set spec.dataset.secretName, or the environment variables that the store's library reads",
         )
-    if isinstance(error, FileNotFoundError) or status == 404:
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)) or status == 404:
         return Absent(
             f"{what} does not exist", cause="the address is wrong, or it was deleted", next_step="check the address"
         )

@@ -14,6 +14,7 @@ from fsspec.asyn import sync
 from topkube.data.remote.http.index_pages import walk_index_pages
 from topkube.data.remote.http.reading import ObjectDescription, Reading, read_page
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
+from topkube.data.remote.local_folder import list_folder
 from topkube.data.remote.object_version import read_info_version
 from topkube.data.remote.retry import Absent
 from topkube.data.remote.store_access import HTTP, LOCAL, StoreAccess
@@ -110,31 +111,22 @@ class StoreListing:
     def _list_objects(self) -> list[RemoteObject]:
         if self._access.protocol in HTTP:
             return self._list_by_http()
-        self._access.filesystem.invalidate_cache()
-        details = self._access.call_with_retries(
-            self._find_local if self._access.protocol in LOCAL else self._find, None, self._access.uri
-        )
-        return [
-            RemoteObject(path, int(info.get("size") or 0), read_info_version(info))
-            for name, info in details.items()
-            if info.get("type") == "file" and (path := name[len(self._root) :].lstrip("/")) not in _HIDDEN
-        ]
+        if self._access.protocol in LOCAL:
+            found: list[RemoteObject] = self._access.call_with_retries(
+                partial(list_folder, self._root), None, self._access.uri
+            )
+        else:
+            self._access.filesystem.invalidate_cache()
+            found = self._access.call_with_retries(self._find, None, self._access.uri)
+        return [remote_object for remote_object in found if remote_object.path not in _HIDDEN]
 
-    def _find(self) -> dict[str, Any]:
+    def _find(self) -> list[RemoteObject]:
         details: dict[str, Any] = self._access.filesystem.find(self._root, detail=True)
-        return details
-
-    def _find_local(self) -> dict[str, Any]:
-        """List files as `_find` does. Raises OSError for a folder that cannot be read, which `_find` would skip."""
-        details, folders = {}, [self._root]
-        while folders:
-            folder = folders.pop()
-            for info in self._access.filesystem.ls(folder, detail=True):
-                if info["type"] == "directory" and info["name"] != folder:
-                    folders.append(info["name"])
-                else:
-                    details[info["name"]] = info
-        return details
+        return [
+            RemoteObject(name[len(self._root) :].lstrip("/"), int(info.get("size") or 0), read_info_version(info))
+            for name, info in details.items()
+            if info.get("type") == "file"
+        ]
 
     def _list_by_http(self) -> list[RemoteObject]:
         """List objects by index pages: JSON pages of nginx (autoindex_format json), or the links of HTML pages."""

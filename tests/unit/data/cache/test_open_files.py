@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from openers import Opener, check_samples
 from remotes import write_files
 
@@ -46,14 +46,14 @@ def test_a_local_folder_that_cannot_be_read_is_an_error_not_a_smaller_dataset(
     tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(tmp_path / "source", 20)
-    list_folder = LocalFileSystem.ls
+    scan_folder = os.scandir
 
-    def refuse(self: LocalFileSystem, path: str, *rest: Any, **more: Any) -> Any:
-        if path.endswith("/b"):
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("source/b/"):
             raise OSError(errno.EMFILE, "Too many open files")
-        return list_folder(self, path, *rest, **more)
+        return scan_folder(path)
 
-    monkeypatch.setattr(LocalFileSystem, "ls", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(StoreError, match="Too many open files"):
         open_dataset(tmp_path / "source")
 
