@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Callable, Collection
@@ -15,6 +16,8 @@ _DEPTH = 32
 """The most levels of folders."""
 _FOLDERS = 100_000
 """The most folders."""
+_HREF = re.compile(rb"""<a\s[^<>]*?href\s*=\s*("[^"]*"|'[^']*')""", re.IGNORECASE)
+"""The address in a link, with its quotes."""
 
 
 def walk_index_pages(
@@ -82,13 +85,21 @@ def parse_json_index(page: bytes) -> list[dict[str, Any]] | None:
 
 
 def find_links(page: bytes, base: str) -> list[str]:
-    """Return the names in the links of a page, of files and folders directly below the page."""
-    names = []
-    for raw in re.findall(rb"""<a\s[^>]*?href\s*=\s*["']([^"'?#]+)["']""", page, re.IGNORECASE):
-        link = urlsplit(raw.decode("utf-8", "replace")).path
+    """Return the names in the links of a page, of files and folders directly below the page. `base`: the path of the
+    page. Links with a query sort the page, and are left out."""
+    names = set()
+    for quoted in _HREF.findall(page):
+        try:
+            parts = urlsplit(html.unescape(quoted[1:-1].decode("utf-8", "replace")))
+        except ValueError:  # an invalid host
+            continue
+        if parts.query or parts.scheme not in ("", "http", "https"):
+            continue
+        link = parts.path
         if link.startswith(base):
             link = link[len(base) :]
+        link = link.removeprefix("./")  # servers write it before names, always or if the name has a colon
         name = unquote(link)
-        if name and not link.startswith(("/", "../", "./")) and "/" not in name[:-1]:
-            names.append(name)
-    return sorted(set(names))
+        if name and link != ".." and not link.startswith(("/", "../")) and "/" not in name[:-1]:
+            names.add(name)
+    return sorted(names)
