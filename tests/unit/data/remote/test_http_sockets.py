@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -240,6 +241,41 @@ def test_a_server_without_ranges_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with serve_and_open(handle) as (_, store):
         assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
+
+
+def test_a_server_without_ranges_sends_an_object_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once per range: a shard of 10 GB would take 12 TB. Every range has the time that it has elsewhere."""
+    monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 10_000)
+
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        connection.sendall(build_head(0, len(DATA), 'ETag: "v1"\r\n'))
+        for start in range(0, len(DATA), 10_000):
+            connection.sendall(DATA[start : start + 10_000])
+            time.sleep(0.3)
+        return True
+
+    with serve_and_open(handle, Patience(retries=0, stall_seconds=1.0)) as (server, store):
+        assert receive(store, '"v1"') == DATA
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(("progress", "succeeds"), [(15_000, True), (500, False)])
+def test_a_server_without_ranges_may_break_connections_if_a_range_arrives_in_time(
+    monkeypatch: pytest.MonkeyPatch, progress: int, succeeds: bool
+) -> None:
+    monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 10_000)
+
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        connection.sendall(build_head(0, len(DATA), 'ETag: "v1"\r\n') + DATA[: number * progress])
+        return number * progress >= len(DATA)
+
+    with serve_and_open(handle) as (server, store):
+        if succeeds:
+            assert receive(store, '"v1"') == DATA
+        else:
+            with pytest.raises(StoreError, match="could not be read in 3 tries"):
+                receive(store, '"v1"')
+        assert len(server.requests) == (7 if succeeds else 3)
 
 
 def test_a_head_without_end_is_refused() -> None:

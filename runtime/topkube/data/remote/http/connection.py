@@ -134,11 +134,18 @@ class Connection:
         self._request = self._server.build_request(transfer, end)
         self.has_received = False
         self._head = b""
-        stall_seconds = self._server.patience.stall_seconds
-        self.stall_deadline, self.deadline = now + stall_seconds, now + 2 * stall_seconds
+        self._requested_bytes = end - transfer.at
+        self._requested_end = end
+        self.stall_deadline = now + self._server.patience.stall_seconds
+        self._set_deadline(now)
         if self._stage > _SHAKING_HANDS:
             self._stage = _SENDING
             self._send()
+
+    def _set_deadline(self, now: float) -> None:
+        """Begin the time in which as many bytes as were requested must arrive."""
+        self.deadline = now + 2 * self._server.patience.stall_seconds
+        self._bytes_before_deadline = self._requested_bytes
 
     @property
     def events(self) -> int:
@@ -222,6 +229,9 @@ class Connection:
                 self._set_wake()
                 return False
         self._body_bytes_left -= len(data)
+        self._bytes_before_deadline -= len(data)
+        if self._bytes_before_deadline <= 0:  # the server sends more than was requested
+            self._set_deadline(time.monotonic())
         skipped = min(self._skipped, len(data))
         if skipped:
             self._skipped -= skipped
@@ -231,6 +241,9 @@ class Connection:
         if data:
             transfer.add(data, self.end, write, progress)
         if transfer.at < self.end:
+            if transfer.at >= self._requested_end:
+                transfer.finish_range()
+                self._requested_end = transfer.at + self._requested_bytes
             return False
         if self._body_bytes_left:  # the rest of a whole object
             self.stays_open = False
@@ -253,6 +266,8 @@ class Connection:
                 raise NotPlain("a body without a length")
         self._skipped = check_range(response, transfer.reading, transfer.at, self.end)
         transfer.reading.confirm(headers)
+        if response.status == 200 and transfer.reading.version:
+            self.end = transfer.stop  # this response has the later ranges too, and a read of it can be resumed
         self._body_bytes_left = int(headers["Content-Length"])
         self.stays_open = headers.get("Connection", "").lower() != "close"
 
