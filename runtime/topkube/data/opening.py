@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,12 @@ from topkube.errors import DatasetError, TopKubeError
 from topkube.files import create_folder
 from topkube.settings import Settings
 
-_LISTING_FORMAT = 3
+_LISTING_FORMAT = 4
 """The format of listings in the cache. If a listing has another format, its manifest is read again."""
 _SESSION_FORMAT = 3
 """The format of the state that processes share. Another version of TopKube on this node uses its own state."""
+_BEING_WRITTEN_SECONDS = 3600.0
+"""A hidden folder that is younger than this may be a listing that another process writes."""
 AnyPath = str | os.PathLike[str]
 
 
@@ -131,16 +135,26 @@ def list_dataset(store: ObjectStore, tier: DiskTier | None) -> Listing:
     if version is None or tier is None:
         return store.read_listing()
     name = xxhash.xxh3_128_hexdigest(f"{_LISTING_FORMAT}\0{store.manifest_uri}\0{version}".encode())
-    try:
-        folder = tier.open_folder(store.uri).path / "listings"
-        with contextlib.suppress(OSError, ValueError):
-            return Listing.load(folder / name)
-        listing = store.read_listing()
-        with create_folder(folder / name) as part:
-            listing.save(part)
-    except OSError:
-        return store.read_listing()
+    stored: Path | None = None
+    with contextlib.suppress(OSError, ValueError):
+        stored = tier.open_folder(store.uri).path / "listings" / name
+        return Listing.load(stored)
+    listing = store.read_listing()
+    if stored is not None:
+        with contextlib.suppress(OSError):  # the volume is full or read-only, or another process was faster
+            _remove_listings(stored.parent)
+            with create_folder(stored) as part:
+                listing.save(part)
     return listing
+
+
+def _remove_listings(folder: Path) -> None:
+    """Remove the stored listings: of older manifests, a damaged one, and what killed processes have left behind. Jobs
+    that use one of them have mapped its files."""
+    recent = time.time() - _BEING_WRITTEN_SECONDS
+    for path in folder.iterdir():
+        if not path.name.startswith(".") or path.stat().st_mtime < recent:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check_limits(shards: Shards, size_limit: int, memory_limit: int, ranks_per_node: int) -> None:

@@ -28,6 +28,9 @@ Bytes = npt.NDArray[np.uint8]
 UNKNOWN = -1
 """An unknown number of samples."""
 _COLUMNS = ("paths", "path_ends", "versions", "version_ends", "sizes", "samples", "checksums", "indexes")
+_CHECKSUM_FILE = "xxh3"
+"""The file with the checksum of a saved listing."""
+_READ_AT_ONCE = 1 << 20
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _PARSED_AT_ONCE = 1000
 _MOST_INDEX_BYTES, _MOST_INDEX_PART_BYTES = 1 << 50, 1 << 30
@@ -254,23 +257,41 @@ class Listing:
         )
 
     def save(self, folder: Path) -> None:
-        """Write one .npy file per column."""
+        """Write one .npy file per column, and a checksum of these files."""
         folder.mkdir(parents=True)
         for name, column in self.to_columns().items():
-            np.save(folder / f"{name}.npy", column, allow_pickle=False)
+            np.save(_get_column_path(folder, name), column, allow_pickle=False)
+        (folder / _CHECKSUM_FILE).write_text(_compute_files_checksum(folder))
 
     @classmethod
     def load(cls, folder: Path) -> Listing:
-        """Map a saved listing into memory. Raises OSError or ValueError if the listing is incomplete."""
+        """Map a saved listing into memory. Raises OSError or ValueError if the listing is incomplete or damaged, for
+        example because the machine lost its power while the files were written."""
+        if (folder / _CHECKSUM_FILE).read_text() != _compute_files_checksum(folder):
+            raise ValueError(f"the listing in {folder} is damaged")
 
         def load_column(name: str) -> npt.NDArray[Any]:
-            path = folder / f"{name}.npy"
+            path = _get_column_path(folder, name)
             try:
                 return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
             except ValueError:  # an empty array cannot be mapped
                 return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
 
         return cls.from_columns({name: load_column(name) for name in _COLUMNS})
+
+
+def _get_column_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.npy"
+
+
+def _compute_files_checksum(folder: Path) -> str:
+    """Return the xxh3-128 of the files of all columns, 32 hexadecimal digits."""
+    state = xxhash.xxh3_128()
+    for name in _COLUMNS:
+        with _get_column_path(folder, name).open("rb") as file:
+            while data := file.read(_READ_AT_ONCE):
+                state.update(data)
+    return state.hexdigest()
 
 
 def _split_checksum(checksum: str) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from topkube.data.cache.disk.shard_file import compute_digest
 from topkube.data.cache.disk.stored_index import pack_index
 from topkube.data.formats.sample_index import SampleIndex
 from topkube.errors import DatasetError
-from topkube.files import write_bytes, write_json
+from topkube.files import replace_file, write_bytes, write_json
 
 if TYPE_CHECKING:
     from topkube.data.cache.disk.disk_tier import DiskTier
@@ -63,7 +63,10 @@ class DatasetFolder:
         """Create the folder. Raises OSError."""
         for name in ("shards", "locks", "quarantine", "listings"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        write_json(self.path / "dataset.json", {"uri": self.uri})
+        with replace_file(self.path / "dataset.json") as part, part.open("w", encoding="utf-8") as file:
+            json.dump({"uri": self.uri}, file)
+            file.flush()
+            os.fsync(file.fileno())  # without this file, the shards are not found after a power failure
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Store a summary of the newest listing for other programs. If the volume is full, nothing is stored."""

@@ -241,9 +241,12 @@ class DiskTier:
         return [folder for name in names if not name.startswith(".") and (folder := DatasetFolder.read(self, name))]
 
     def open_folder(self, uri: str) -> DatasetFolder:
-        """Return the folder of the dataset with this address. Create the folder if it does not exist."""
+        """Return the folder of the dataset with this address. Create the folder if it does not exist, and its
+        `dataset.json` again if it is damaged: the limits count only datasets whose file can be read."""
         name = xxhash.xxh3_64_hexdigest(uri.encode())
+        known = DatasetFolder.read(self, name)
+        if known is not None and known.uri == uri:
+            return known
         folder = DatasetFolder(self, name, uri)
-        if not (folder.path / "dataset.json").exists():
-            folder.create()
+        folder.create()
         return folder
