@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--idle-days",
         type=float,
         default=0.0,
-        help="evict datasets that nobody has opened for this many days; 0: evict only to make room",
+        help="evict datasets that nobody has used for this many days; 0: evict only to make room",
     )
     add("--metrics-port", type=int, default=8080, help="port of /metrics and /readyz; 0: none (default: 8080)")
     add("--release", default="topkube", help="name of this installation in metrics (default: topkube)")

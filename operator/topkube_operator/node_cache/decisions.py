@@ -59,7 +59,7 @@ class LocalDataset:
 @dataclass(frozen=True)
 class CacheLimits:
     """`size`: maximum bytes of all datasets, None: the size of the volume. `free`: bytes of the volume to leave free.
-    `idle_seconds`: datasets that nobody has opened for this long are evicted, 0: idle datasets stay."""
+    `idle_seconds`: datasets that nobody has used for this long are evicted, 0: idle datasets stay."""
 
     size: int | None = None
     free: int = 0

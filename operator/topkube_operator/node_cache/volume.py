@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from topkube.data.cache.disk.dataset_folder import DatasetFolder
 from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.errors import TopKubeError
 from topkube.files import create_folder
@@ -40,6 +41,8 @@ _LARGEST_ANSWER = 16 << 20
 _MEMORY_BYTES = 192 << 20
 """The memory that a child may use in addition to its copy of the agent's memory. All processes of the agent fit into
 the container's limit, 512 MiB. The records of a million shards with their indexes need less than 128 MiB."""
+_TOUCH_SECONDS = 600.0
+"""The age at which the time of last use of a dataset in use is stored again."""
 _MOST_BYTES = 1 << 62
 _ACL = "system.posix_acl_default"
 # Version 2 of the format; the tags of owner, group and others; an ID that names nobody (acl(5)).
@@ -131,19 +134,25 @@ def _load_modules() -> None:
 
 
 def _describe_datasets(tier: DiskTier) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": folder.name,
-            "uri": folder.uri,
-            "cachedBytes": folder.log.sum_shard_bytes(),
-            "shards": folder.log.count_shards(),
-            "totalBytes": folder.read_summary().get("bytes"),
-            "lastUsed": folder.last_used,
-            "inUse": folder.is_in_use,
-            "pinned": folder.is_pinned,
-        }
-        for folder in tier.list_folders()
-    ]
+    return [_describe_dataset(folder) for folder in tier.list_folders()]
+
+
+def _describe_dataset(folder: DatasetFolder) -> dict[str, Any]:
+    is_in_use = folder.is_in_use
+    if is_in_use and folder.last_used < time.time() - _TOUCH_SECONDS:
+        # A job stores the time at which it opens the dataset. Without this, the dataset of a long job would be the
+        # least recently used when the job is killed.
+        folder.touch()
+    return {
+        "id": folder.name,
+        "uri": folder.uri,
+        "cachedBytes": folder.log.sum_shard_bytes(),
+        "shards": folder.log.count_shards(),
+        "totalBytes": folder.read_summary().get("bytes"),
+        "lastUsed": folder.last_used,
+        "inUse": is_in_use,
+        "pinned": folder.is_pinned,
+    }
 
 
 def _parse_dataset(namespace: str, answer: Any) -> LocalDataset | None:

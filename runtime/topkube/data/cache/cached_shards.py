@@ -152,6 +152,8 @@ class CachedShards:
             return 0
 
     def close(self) -> None:
-        """Stop using the dataset."""
+        """Stop using the dataset, and store the time."""
         if self._use_lock is not None and self._use_lock.is_held:
+            assert self.folder is not None
+            self.folder.touch()
             self._use_lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def test_the_least_recently_used_datasets_are_evicted_but_never_datasets_that_ar
     last.warm()
     assert {folder.uri.rpartition("/")[2] for folder in tier.list_folders()} == {"pinned", "new", "next", "last"}
     assert last.statistics()["evictions"] == 1
+
+
+def test_a_dataset_counts_as_used_until_it_is_closed(tmp_path: Path, open_dataset: Opener) -> None:
+    write_files(tmp_path / "source", 10)
+    open_dataset(tmp_path / "source")
+    (folder,) = DiskTier(open_dataset.cache).list_folders()
+    os.utime(folder.path / "dataset.json", (1000, 1000))  # it was opened long ago
+    open_dataset.close()
+    assert folder.last_used > time.time() - 3600
 
 
 def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(

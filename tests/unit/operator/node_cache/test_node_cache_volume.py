@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def test_datasets_are_found_pinned_and_evicted(volume: Volume) -> None:
     assert volume.read_datasets("team-a")[0].pinned
     volume.apply("team-a", [], [], [kept.name])
     assert not volume.read_datasets("team-a")[0].pinned
+
+
+def test_a_dataset_counts_as_used_until_its_job_ends(volume: Volume) -> None:
+    volume.create_folder("team-a")
+    folder = store_dataset(volume.root, "team-a", "s3://bucket/long", used=5.0)
+    use = folder.begin_use()
+    os.utime(folder.path / "dataset.json", (5.0, 5.0))  # the job has run for years
+    volume.read_datasets("team-a")
+    use.release()
+    (dataset,) = volume.read_datasets("team-a")
+    assert dataset.last_used > time.time() - 3600
+    os.utime(folder.path / "dataset.json", (5.0, 5.0))
+    assert volume.read_datasets("team-a")[0].last_used == 5.0, "nobody uses it"
 
 
 def test_links_and_forged_files_do_not_lead_the_agent_to_another_namespace(volume: Volume, tmp_path: Path) -> None:
