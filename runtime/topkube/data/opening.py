@@ -22,6 +22,7 @@ from topkube.data.rank_messages import share_failure, share_listing
 from topkube.data.remote.listing import Listing
 from topkube.data.remote.object_store import ObjectStore
 from topkube.data.remote.retry import Patience
+from topkube.data.remote.store_listing import has_manifest
 from topkube.errors import DatasetError, TopKubeError
 from topkube.files import create_folder
 from topkube.settings import Settings
@@ -119,13 +120,25 @@ def _list_on_rank_0(list_objects: Callable[[], Listing], place: RankPlace) -> Li
 
 
 def resolve_address(uri: str, settings: Settings) -> str:
-    """Return the address of a dataset. If `uri` is the mountPath of the job, this is the address in the job's spec. A
-    local path becomes a file:// address."""
-    if settings.dataset_uri and uri.rstrip("/") == settings.dataset_mount.rstrip("/"):
-        uri = settings.dataset_uri
-    if "://" not in uri:
-        uri = f"file://{Path(uri).expanduser().absolute()}"
-    return uri
+    """Return the address of a dataset. If `uri` is the mountPath of the job, this is the address in the job's spec; for
+    a folder below the mountPath, it is the address of that folder in the remote, because the files below the mountPath
+    are those that have arrived on this node. A local path becomes a file:// address. Raises DatasetError for a folder
+    of a dataset whose address is a manifest."""
+    if "://" in uri:
+        return uri
+    path = os.path.normpath(uri)
+    mount = os.path.normpath(settings.dataset_mount) if settings.dataset_uri and settings.dataset_mount else None
+    if mount is not None and path == mount:
+        return settings.dataset_uri
+    if mount is not None and path.startswith(f"{mount}/"):
+        if has_manifest(settings.dataset_uri):
+            raise DatasetError(
+                f"{uri} is a folder of the job's dataset, which is the manifest {settings.dataset_uri}",
+                cause="a manifest describes the whole dataset",
+                next_step=f"open {mount}, or write a manifest for the folder and pass its address",
+            )
+        return settings.dataset_uri.rstrip("/") + path.removeprefix(mount)
+    return f"file://{Path(uri).expanduser().absolute()}"
 
 
 def list_dataset(store: ObjectStore, tier: DiskTier | None) -> Listing:

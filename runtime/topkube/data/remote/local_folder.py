@@ -20,7 +20,7 @@ def list_folder(root: str) -> list[RemoteObject]:
     sockets and devices are left out. Raises OSError if a folder cannot be read, DatasetError for a link that leads
     nowhere or back to a folder above it, and if `root` is a file."""
     if os.path.isfile(root):
-        raise DatasetError(f"{root} is a file", next_step="pass the folder that contains it, or a manifest (.jsonl)")
+        raise build_file_error(root)
     objects: list[RemoteObject] = []
     folders: list[tuple[str, frozenset[_Place], bool]] = [("", frozenset(), False)]
     linked_count = 0
@@ -70,3 +70,8 @@ def _read_status(entry: os.DirEntry[str]) -> os.stat_result | None:
             cause="its target was moved or removed, or is not mounted here",
             next_step="remove the link, or restore its target",
         ) from None
+
+
+def build_file_error(address: str) -> DatasetError:
+    """Return the error for a file in the place of a folder."""
+    return DatasetError(f"{address} is a file", next_step="pass the folder that contains it, or a manifest (.jsonl)")

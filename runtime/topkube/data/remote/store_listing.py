@@ -14,7 +14,7 @@ from fsspec.asyn import sync
 from topkube.data.remote.http.index_pages import walk_index_pages
 from topkube.data.remote.http.reading import ObjectDescription, Reading, read_page
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
-from topkube.data.remote.local_folder import list_folder
+from topkube.data.remote.local_folder import build_file_error, list_folder
 from topkube.data.remote.object_version import read_info_version
 from topkube.data.remote.retry import Absent
 from topkube.data.remote.store_access import HTTP, LOCAL, StoreAccess
@@ -122,6 +122,8 @@ class StoreListing:
 
     def _find(self) -> list[RemoteObject]:
         details: dict[str, Any] = self._access.filesystem.find(self._root, detail=True)
+        if (details.get(self._root) or {}).get("type") == "file" and len(details) == 1:
+            raise build_file_error(self._access.uri)
         return [
             RemoteObject(name[len(self._root) :].lstrip("/"), int(info.get("size") or 0), read_info_version(info))
             for name, info in details.items()

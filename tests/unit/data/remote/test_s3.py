@@ -71,6 +71,12 @@ def test_a_changed_object_has_a_new_key_and_never_mixes_with_the_old_one(
     assert second.cache.shards.compute_key(0) != first.cache.shards.compute_key(0)
 
 
+def test_an_object_in_place_of_a_folder_is_named(bucket: s3fs.S3FileSystem, open_dataset: Opener) -> None:
+    bucket.pipe("bucket/data/a.tar", b"x")
+    with pytest.raises(DatasetError, match=r"s3://bucket/data/a\.tar is a file"):
+        open_dataset("s3://bucket/data/a.tar")
+
+
 def test_missing_credentials_are_named_at_once(
     bucket: s3fs.S3FileSystem, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
