@@ -19,6 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_MOST_NAME_BYTES = 255
+"""The longest name in a folder of Linux's file systems."""
+
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
@@ -85,4 +88,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _name_hidden(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
+    """Return a new hidden name. A long name is shortened, so that every name that the folder can have is possible."""
+    ending = f".{os.urandom(8).hex()}.part"
+    name = os.fsencode(path.name)[: _MOST_NAME_BYTES - len(ending) - 1].decode(errors="ignore")
+    return path.with_name(f".{name}{ending}")

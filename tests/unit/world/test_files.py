@@ -125,3 +125,9 @@ def test_a_file_system_that_cannot_sync_directories_is_used_without_it(monkeypat
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output error"):
         sync_directory(Path("/proc"))
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "x" * 233, "日" * 85, "é" * 127], ids=["255", "233", "3 bytes", "2 bytes"])
+def test_a_file_may_have_the_longest_name_of_a_folder(tmp_path: Path, name: str) -> None:
+    write_text(tmp_path / name, "content")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "content"}
