@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from topkube.environment import read_process_launch
 from topkube.errors import WorldError
 from topkube.world import current
@@ -34,6 +36,18 @@ class RankPlace:
     def find_filling_rank(self, shard: int) -> int:
         """Return the rank that puts the shard into the cache of this node."""
         return self._pick_rank(self.node, shard // len(self.node_ranks))
+
+    def list_requesters(self, shards: int) -> list[int]:
+        """Return the ranks of other nodes that request one of `shards` shards from this rank, because this rank fetches
+        it from the remote. With equal nodes, this is one rank of each node."""
+        own = np.asarray(self.node_ranks[self.node])
+        numbers = np.arange(self.node, shards, len(self.node_ranks)) // len(self.node_ranks)
+        numbers = numbers[own[numbers % own.size] == self.rank]
+        requesters: list[int] = []
+        for node, ranks in enumerate(self.node_ranks):
+            if node != self.node:
+                requesters += np.asarray(ranks)[np.unique(numbers % len(ranks))].tolist()
+        return requesters
 
     def _pick_rank(self, node: int, number: int) -> int:
         ranks = self.node_ranks[node]

@@ -141,7 +141,8 @@ class ShardExchange:
 
     def close(self) -> None:
         """Wait at most `stall_seconds` seconds until the shards that are being sent are complete. If they are, announce
-        to the other ranks that this rank sends no more."""
+        to the ranks that could request shards that this rank sends no more. A message to every rank would open a
+        connection to every rank."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -150,9 +151,8 @@ class ShardExchange:
         self._sender.close()
         if self._error is None and not self._thread.is_alive():
             with contextlib.suppress(Exception):
-                for rank in range(self._place.size):
-                    if rank != self._place.rank:
-                        self._comm.Isend(_GOODBYE_BODY, rank, GOODBYE).Free()
+                for rank in self._place.list_requesters(len(self._cache.shards)):
+                    self._comm.Isend(_GOODBYE_BODY, rank, GOODBYE).Free()
 
 
 def _lengthen(idle: float, quiet_seconds: float) -> float:

@@ -16,6 +16,7 @@ import xxhash
 from mpi4py import MPI
 from openers import wait_until
 
+from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.disk import shard_file
 from topkube.data.cache.disk.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter
 from topkube.data.fill import shard_exchange, shard_messages
@@ -74,6 +75,8 @@ class SimulatedComm:
         self.failure: Exception | None = None
         self.requests: list[tuple[int, int]] = []
         """(shard, tag) of requests of rank 1 that have not been received."""
+        self.farewells: list[int] = []
+        """The ranks to which rank 0 has announced its end."""
 
     def Dup(self) -> SimulatedComm:
         return self
@@ -91,6 +94,8 @@ class SimulatedComm:
         buffer[:] = self.requests.pop(0)
 
     def Isend(self, buffer: npt.NDArray[Any], rank: int, tag: int) -> Request:
+        if tag == shard_messages.GOODBYE:
+            self.farewells.append(rank)
         if tag >= shard_messages.FIRST_REPLY:
             self.messages.append(buffer.copy())
         return Request(self, None, b"")
@@ -123,7 +128,7 @@ class Bench:
             fetcher=SimpleNamespace(find_arriving=lambda number: self.arriving),
             fetch_from_store=self._from_store,
         )
-        place: Any = SimpleNamespace(rank=0, size=2, world=SimpleNamespace(comm=self.comm))
+        place = RankPlace(0, 2, node_ranks=((0,), (1,)), world=SimpleNamespace(comm=self.comm))
         self.exchange = ShardExchange(self.cache, place)
 
     def _from_store(self, shard: DataShard, file: int) -> ReceivedChecksums:
@@ -135,12 +140,52 @@ class Bench:
         return self.exchange.build_source(1)(SHARD, file)
 
 
+LAYOUTS = [
+    ((0, 1, 2), (3, 4, 5), (6, 7, 8)),
+    ((0, 1), (2, 3, 4), (5,)),  # nodes of different size
+    ((0, 2), (1, 3)),  # ranks in turn
+    ((0, 1),),
+]
+
+
+@pytest.mark.parametrize("node_ranks", LAYOUTS)
+@pytest.mark.parametrize("shards", [1, 2, 7, 100])
+def test_a_rank_announces_its_end_to_the_ranks_that_could_request_its_shards(
+    node_ranks: tuple[tuple[int, ...], ...], shards: int
+) -> None:
+    size = sum(map(len, node_ranks))
+    places = {
+        rank: RankPlace(rank, size, node=node, node_ranks=node_ranks)
+        for node, ranks in enumerate(node_ranks)
+        for rank in ranks
+    }
+    requests: dict[int, set[int]] = {rank: set() for rank in places}
+    for place in places.values():
+        for shard in range(shards):
+            home = place.find_home_rank(shard)
+            if place.find_filling_rank(shard) == place.rank and home != place.rank:
+                requests[home].add(place.rank)
+    assert {rank: set(place.list_requesters(shards)) for rank, place in places.items()} == requests
+
+
+def test_at_4096_ranks_a_rank_announces_its_end_to_one_rank_per_node() -> None:
+    nodes = tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(512))
+    place = RankPlace(3, 4096, node=0, node_ranks=nodes)
+    assert place.list_requesters(100_000) == list(range(3 + 8, 4096, 8))
+
+
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
     bench.comm.open = True
     bench.exchange.close()
+
+
+def test_the_end_is_announced_once(bench: Bench) -> None:
+    bench.exchange.close()
+    bench.exchange.close()
+    assert bench.comm.farewells == [1]
 
 
 def test_a_shard_arrives_with_the_digest_of_its_sender(bench: Bench) -> None:
