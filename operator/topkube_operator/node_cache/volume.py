@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from topkube.data.cache.disk.dataset_folder import DatasetFolder
 from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.errors import TopKubeError
 from topkube.files import create_folder
@@ -134,25 +133,26 @@ def _load_modules() -> None:
 
 
 def _describe_datasets(tier: DiskTier) -> list[dict[str, Any]]:
-    return [_describe_dataset(folder) for folder in tier.list_folders()]
-
-
-def _describe_dataset(folder: DatasetFolder) -> dict[str, Any]:
-    is_in_use = folder.is_in_use
-    if is_in_use and folder.last_used < time.time() - _TOUCH_SECONDS:
-        # A job stores the time at which it opens the dataset. Without this, the dataset of a long job would be the
-        # least recently used when the job is killed.
-        folder.touch()
-    return {
-        "id": folder.name,
-        "uri": folder.uri,
-        "cachedBytes": folder.log.sum_shard_bytes(),
-        "shards": folder.log.count_shards(),
-        "totalBytes": folder.read_summary().get("bytes"),
-        "lastUsed": folder.last_used,
-        "inUse": is_in_use,
-        "pinned": folder.is_pinned,
-    }
+    descriptions = []
+    for folder in tier.list_folders():
+        is_in_use = folder.is_in_use
+        if is_in_use and folder.last_used < time.time() - _TOUCH_SECONDS:
+            # A job stores the time at which it opens the dataset. Without this, the dataset of a long job would be the
+            # least recently used when the job is killed.
+            folder.touch()
+        descriptions.append(
+            {
+                "id": folder.name,
+                "uri": folder.uri,
+                "cachedBytes": folder.log.sum_shard_bytes(),
+                "shards": folder.log.count_shards(),
+                "totalBytes": folder.read_summary().get("bytes"),
+                "lastUsed": folder.last_used,
+                "inUse": is_in_use,
+                "pinned": folder.is_pinned,
+            }
+        )
+    return descriptions
 
 
 def _parse_dataset(namespace: str, answer: Any) -> LocalDataset | None:
