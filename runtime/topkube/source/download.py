@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ def download_archive(source: ArchiveSource, path: Path, patience: Patience | Non
     """
     patience = patience or Patience()
     deadline = time.monotonic() + LONGEST_SECONDS
-    pause = patience.pause_seconds
     for attempt in range(patience.retries + 1):
         try:
             digest = _download_once(source.uri, path, patience, deadline)
@@ -36,8 +34,7 @@ def download_archive(source: ArchiveSource, path: Path, patience: Patience | Non
         except Exception as error:
             if attempt == patience.retries or not is_worth_a_retry(error) or time.monotonic() > deadline:
                 raise _translate_error(build_final_error(_find_cause(error), source.uri, attempt)) from error
-            time.sleep(pause * random.uniform(0.5, 1.5))
-            pause *= 2
+            time.sleep(patience.choose_pause(attempt))
     check_digest(digest, source.sha256, source.uri, "spec.source.archive.sha256")
 
 

@@ -37,7 +37,7 @@ class Answer:
 class RemoteServer:
     """Serves `folder`. `faults` maps a path to the faults of its next requests: truncate, stall, drip, 503, 404."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: int = 0) -> None:
         self.folder = folder
         self.requests: Counter[str] = Counter()
         self.sent_bytes = 0
@@ -85,7 +85,7 @@ class RemoteServer:
             def handle_error(self, request: object, client_address: object) -> None:
                 pass  # a client that was killed
 
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = Server(("127.0.0.1", port), Handler)
         self.uri = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 

@@ -3,19 +3,41 @@ retries."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from topkube.errors import StoreError, TopKubeError
+
+_jitter = random.SystemRandom()
+"""Not the generator of the module `random`: ranks that have seeded it equally, and forks, would repeat their requests
+at the same time, and the random numbers of a script would depend on failures of the store."""
+_FINAL = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    TopKubeError,
+    ValueError,  # also an error of a certificate
+    TypeError,
+)
 
 
 @dataclass(frozen=True)
 class Patience:
     """The limits of the wait for a store. `stall_seconds`: the longest time without a byte. `retries`: the number of
-    retries of a range. `pause_seconds`: the pause before the first retry; it is doubled every time, with jitter."""
+    retries of a range. `pause_seconds`: the pause before the first retry; it is doubled every time, up to
+    `longest_pause_seconds`, with jitter. With the defaults, a store that is started again within 20 seconds ends no
+    read: the pauses together take about 40 seconds."""
 
-    retries: int = 5
+    retries: int = 9
     pause_seconds: float = 0.2
     stall_seconds: float = 30.0
+    longest_pause_seconds: float = 10.0
+
+    def choose_pause(self, failed_tries: int) -> float:
+        """Return the seconds to wait after `failed_tries` retries have failed: 0 after the first try."""
+        pause = min(self.pause_seconds * 2.0 ** min(failed_tries, 60), self.longest_pause_seconds)
+        return pause * _jitter.uniform(0.5, 1.5)
 
 
 class Changed(StoreError):
@@ -35,10 +57,11 @@ class StatusError(OSError):
 
 
 def is_worth_a_retry(error: Exception) -> bool:
-    """Return False for an error that another try cannot avoid: no such object, no permission, another version."""
+    """Return False for an error that another try cannot avoid: no such object, no permission, another version, a
+    certificate that is not trusted, an invalid address."""
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # fsspec raises this for every failure of a request for the size
-    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, TopKubeError)):
+    if isinstance(error, _FINAL):
         return False
     status = _read_http_status(error)
     return "Credentials" not in type(error).__name__ and not (400 <= status < 500 and status not in (408, 425, 429))

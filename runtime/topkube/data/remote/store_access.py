@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -75,29 +74,25 @@ class StoreAccess:
         if async_call is not None and (call is None or self.is_asynchronous):
             return sync(self.filesystem.loop, self.await_with_retries, async_call, what)
         assert call is not None
-        pause = self.patience.pause_seconds
         for attempt in range(self.patience.retries + 1):
             try:
                 return call()
             except Exception as error:
                 if attempt == self.patience.retries or not is_worth_a_retry(error):
                     raise build_final_error(error, what, attempt) from error
-                time.sleep(pause * random.uniform(0.5, 1.5))
-                pause *= 2
+                time.sleep(self.patience.choose_pause(attempt))
         raise AssertionError
 
     async def await_with_retries(self, async_call: Callable[[], Any], what: str) -> Any:
         """Await `async_call` with retries, on the loop of fsspec. A try ends after twice `stall_seconds`, even if bytes
         arrive."""
-        pause = self.patience.pause_seconds
         for attempt in range(self.patience.retries + 1):
             try:
                 return await asyncio.wait_for(async_call(), self.patience.stall_seconds * 2)
             except Exception as error:
                 if attempt == self.patience.retries or not is_worth_a_retry(error):
                     raise build_final_error(error, what, attempt) from error
-                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-                pause *= 2
+                await asyncio.sleep(self.patience.choose_pause(attempt))
         raise AssertionError
 
     def describe(self, url: str) -> ObjectDescription:

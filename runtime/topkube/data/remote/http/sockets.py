@@ -10,7 +10,6 @@ version of the object is known, else at the start of its range.
 from __future__ import annotations
 
 import contextlib
-import random
 import selectors
 import time
 from collections import deque
@@ -207,7 +206,7 @@ class _ReadLoop:
         patience = self._client.server.patience
         if transfer.tries == patience.retries or not is_worth_a_retry(error):
             raise build_final_error(error, transfer.reading.url, transfer.tries) from error
-        pause = patience.pause_seconds * 2**transfer.tries * random.uniform(0.5, 1.5)
+        pause = patience.choose_pause(transfer.tries)
         transfer.tries += 1
         transfer.rewind()
         self._retries.append((time.monotonic() + pause, transfer))
