@@ -40,7 +40,8 @@ def warm(
 
     `share=(i, n)`: fetch only every n-th shard, from shard i on, because n nodes exchange shards when they train.
     `view`: a directory in which the dataset's files are shown too. `progress` gets the bytes of each shard after the
-    shard was fetched. Raises StoreError.
+    shard was fetched. Raises StoreError after all other shards were fetched. If this thread is interrupted (Ctrl-C), no
+    further shard is begun.
     """
     shards = range(share[0], len(cache.shards), share[1])
     file_view = FileView(cache, view) if view is not None else None
@@ -55,7 +56,13 @@ def warm(
         progress(int(cache.shards.sizes[number]))
 
     with ThreadPoolExecutor(THREADS, "topkube-warm") as pool:
-        for future in [pool.submit(fetch_shard, number) for number in shards]:
-            future.result()
+        futures = [pool.submit(fetch_shard, number) for number in shards]
+        try:
+            failures = [error for future in futures if (error := future.exception()) is not None]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if failures:
+        raise failures[0]
     cached = sum(cache.has(number) for number in shards)
     return WarmResult(len(shards), cached, int(cache.counters.sum_rows()["remote_bytes"]))
