@@ -30,7 +30,7 @@ class Batches(IterableDataset[Any]):
     A training loop can iterate over this object directly. Then `ahead` threads prepare up to `ahead` batches. In a
     DataLoader (`batch_size=None`) with W workers, each worker prepares every W-th batch, and the loader returns the
     batches in the sampler's order. With `drop_last`, every rank gets the same number of batches, and all batches are
-    full. Persistent workers that were forked see changes of the sampler's epoch and position.
+    full. Persistent workers see changes of the sampler's epoch and position.
     """
 
     def __init__(

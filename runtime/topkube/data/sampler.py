@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from topkube.data.base.rank_place import find_place
+from topkube.data.base.rank_place import RankPlace, find_place
+from topkube.data.base.shared_numbers import SharedNumbers
 from topkube.data.remote.listing import Longs
-from topkube.errors import ArgumentError
+from topkube.errors import ArgumentError, WorldError
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,27 @@ class DistributedSampler:
             raise ArgumentError(f"seed = {seed} is negative", next_step="pass 0 or more")
         self.dataset, self.shuffle, self.seed, self.drop_last = dataset, shuffle, seed, drop_last
         self.window = window
-        # Forked workers of a data loader share this memory, so persistent workers see the next epoch.
-        self._state = np.frombuffer(mmap.mmap(-1, 24), np.int64)
+        # Workers of a data loader share this memory, so persistent workers see the next epoch.
+        self._state = SharedNumbers(3)
         self._taken: list[_Taken] = []
         """What earlier iterators took unevenly. Each entry refers to the samples that the entries before it left."""
         self._own = 0
+        self._place_of_rank: RankPlace | None = None
+        """In a process that a rank has spawned, the place of the rank; else None."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        place = self._place_of_rank
+        with contextlib.suppress(WorldError):
+            place = place or find_place()
+        return {**self.__dict__, "_place_of_rank": place and RankPlace(place.rank, place.size)}
+
+    def _find_place(self) -> RankPlace:
+        return self._place_of_rank or find_place()
 
     @property
     def epoch(self) -> int:
         """The current epoch. `set_epoch` begins another epoch."""
-        return int(self._state[0])
+        return self._state[0]
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
@@ -81,7 +93,7 @@ class DistributedSampler:
     @property
     def position(self) -> int:
         """The number of samples of this epoch that all ranks together have finished."""
-        return int(self._state[1])
+        return self._state[1]
 
     @position.setter
     def position(self, samples: int) -> None:
@@ -90,7 +102,7 @@ class DistributedSampler:
 
     def _begin(self, epoch: int, position: int, taken: Sequence[_Taken] = ()) -> None:
         self._taken, self._own = list(taken), 0
-        self._state[:] = epoch, position, len(self._taken)
+        self._state[0], self._state[1], self._state[2] = epoch, position, len(self._taken)
 
     def _check_position(self, samples: int) -> None:
         count = self._count_samples()
@@ -153,7 +165,7 @@ class DistributedSampler:
     def indices(self) -> Longs:
         """Return the samples that are left for this rank in this epoch, in order, and announce the order of all ranks'
         samples to the dataset."""
-        place = find_place()
+        place = self._find_place()
         remaining = self._list_remaining()[: self._count_remaining(place.size)]
         if hasattr(self.dataset, "expect"):
             self.dataset.expect(remaining)
@@ -161,13 +173,13 @@ class DistributedSampler:
 
     def __len__(self) -> int:
         """Return the number of samples that are left for this rank in this epoch."""
-        place = find_place()
+        place = self._find_place()
         return max(0, -(-(self._count_remaining(place.size) - place.rank) // place.size))
 
     @property
     def common_length(self) -> int:
         """The smallest number of samples that a rank has left."""
-        size = find_place().size
+        size = self._find_place().size
         return self._count_remaining(size) // size
 
     def _count_samples(self) -> int:

@@ -75,15 +75,19 @@ def test_every_epoch_has_every_sample_of_a_tar_dataset_once(
     loader = None  # ends persistent workers
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "start"), [(0, None), (2, "fork"), (1, "spawn"), (1, "forkserver")])
 def test_the_iterable_style_follows_set_epoch_and_the_position_in_persistent_workers(
-    remote: RemoteServer, open_dataset: Opener, workers: int
+    remote: RemoteServer, open_dataset: Opener, workers: int, start: str | None
 ) -> None:
     data = write_files(remote.folder, 50)
     dataset = open_dataset(remote.uri, decode=RECORD, group_bytes=20_000)
     sampler = DistributedSampler(dataset, window=2)
     loader: Any = DataLoader(
-        dataset.batches(8, sampler), batch_size=None, num_workers=workers, persistent_workers=workers > 0
+        dataset.batches(8, sampler),
+        batch_size=None,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        multiprocessing_context=start,
     )
     for epoch, position in [(0, 0), (1, 0), (2, 24)]:
         sampler.set_epoch(epoch)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ from remotes import RemoteServer, write_files
 from topkube.data import ArrayOf, Batches, DistributedSampler, MixedDataset, MixedSampler
 from topkube.data import sampler as sampler_module
 from topkube.data.base.rank_place import RankPlace
-from topkube.errors import ArgumentError
+from topkube.errors import ArgumentError, WorldError
 
 SIZES = st.integers(1, 7)
 
@@ -43,6 +46,27 @@ def test_all_ranks_get_equal_numbers_after_a_change_of_their_number(
     assert len({len(share) for share in shares}) == 1
     assert [at for step in zip(*shares, strict=True) for at in step] == whole[position:][: len(shares[0]) * after]
     assert (count - position) - len(shares[0]) * after < after
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
+def test_a_copy_in_a_spawned_worker_has_the_place_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch, make_copy: Callable[[DistributedSampler], DistributedSampler]
+) -> None:
+    """The worker has no world of its own."""
+    sampler = DistributedSampler(range(20), seed=3)
+    sampler.set_epoch(2)
+    sampler.advance(3)
+    monkeypatch.setattr(sampler_module, "find_place", lambda: RankPlace(1, 3, node_ranks=((0, 1, 2),)))
+    expected, copied = list(sampler), make_copy(sampler)
+
+    def raise_error() -> RankPlace:
+        raise WorldError("topkube.init() has not been called")
+
+    monkeypatch.setattr(sampler_module, "find_place", raise_error)
+    assert list(make_copy(copied)) == list(copied) == expected
+    assert (len(copied), copied.common_length) == (6, 5)
+    copied.set_epoch(5)
+    assert sampler.epoch == 2, "a copy has a state of its own"
 
 
 class Ranks:
