@@ -128,7 +128,8 @@ class CachedDataset:
         self.node_state, self.counters = self.cache.node_state, self.cache.counters
         self.filler = DiskFiller(self.cache, place) if prefetch and self.cache.folder is not None else None
         self._process = os.getpid()
-        self._end = weakref.finalize(self, _close, self.cache, self.filler, os.getpid())
+        closers: list[Callable[[], object]] = []
+        self._end = weakref.finalize(self, _close, self.cache, self.filler, closers, os.getpid())
         try:
             if self.filler is not None:
                 self.filler.start()
@@ -138,8 +139,11 @@ class CachedDataset:
             counts = count_samples(self.cache, place)
             self._reader = SampleReader(self.cache, counts, field, early=self._early_samples)
             memory = self._open_memory_tier() if self._memory_limit else None
+            if memory is not None:
+                closers.append(memory.close)
             self._samples = DecodedSamples(self._reader, self.decode, memory)
-            self._memory_filler = self._start_memory_filler()
+            if (memory_filler := self._start_memory_filler()) is not None:
+                closers.insert(0, memory_filler.close)
         except BaseException:
             self._end()
             raise
@@ -263,10 +267,6 @@ class CachedDataset:
             self._reader.verify_early()
         finally:
             self._end()
-            if self._memory_filler is not None:
-                self._memory_filler.close()
-            if self._samples.memory is not None:
-                self._samples.memory.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"identity": self.identity, **{name: getattr(self, name) for name in _DESCRIPTION}}
@@ -287,10 +287,13 @@ class CachedDataset:
             )
 
 
-def _close(cache: ShardCache, filler: DiskFiller | None, process: int) -> None:
-    """Stop filling and release the cache, in the process that has opened it."""
+def _close(cache: ShardCache, filler: DiskFiller | None, closers: list[Callable[[], object]], process: int) -> None:
+    """Stop filling and release the cache, in the process that has opened it. `closers` end what uses the memory tier,
+    and then release it."""
     if os.getpid() != process:
         return
     if filler is not None:
         filler.close()
+    for close in closers:
+        close()
     cache.close()

@@ -142,6 +142,7 @@ class DiskFiller:
             self._stopping = True
             self._not_begun.clear()
         for thread in self._threads:
-            thread.join(10)
+            if thread is not threading.current_thread():  # the garbage collector may call this in any thread
+                thread.join(10)
         if self._exchange is not None:
             self._exchange.close()

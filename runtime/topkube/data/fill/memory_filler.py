@@ -99,4 +99,5 @@ class MemoryFiller:
     def close(self) -> None:
         """Stop after the current chunk. The disk filler must be closed before."""
         self._stop.set()
-        self._thread.join(10)
+        if self._thread is not threading.current_thread():  # the garbage collector may call this in any thread
+            self._thread.join(10)

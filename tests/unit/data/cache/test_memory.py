@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from openers import Opener, check_samples
+from openers import Opener, check_samples, wait_until
 from processes import fork, wait_for_end
 from remotes import write_files
 
@@ -39,7 +42,50 @@ def test_memory_is_one_copy_for_all_processes_and_the_last_removes_it(tmp_path: 
     assert second.statistics()["memory_misses"] == 0
     assert second.statistics()["memory_used_bytes"] == data.nbytes
     open_dataset.close()
-    assert not [path for path in open_dataset.memory.rglob("*") if path.is_file()]
+    assert not list_files(open_dataset.memory)
+
+
+def list_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_memory_is_freed_if_a_script_ends_without_closing_its_dataset(tmp_path: Path, open_dataset: Opener) -> None:
+    write_files(tmp_path / "source", 30)
+    script = (
+        "import sys, numpy; from topkube.data import ArrayOf, CachedDataset\n"
+        "dataset = CachedDataset(sys.argv[1], cache_directory=sys.argv[2], memory_directory=sys.argv[3],"
+        " decode=ArrayOf('uint8', (3072,)), memory_limit=1 << 20)\n"
+        "assert len(dataset.__getitems__(range(30))) == 30\n"
+    )
+    folders = [str(path) for path in (tmp_path / "source", open_dataset.cache, open_dataset.memory)]
+    subprocess.run([sys.executable, "-c", script, *folders], check=True)
+    assert not list_files(open_dataset.memory)
+
+
+def test_memory_is_freed_when_a_dataset_is_deleted(tmp_path: Path, open_dataset: Opener) -> None:
+    write_files(tmp_path / "source", 30)
+    for prefetch in (True, False):
+        open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=prefetch)[3]
+        open_dataset.opened.clear()
+        gc.collect()
+        wait_until(lambda: not list_files(open_dataset.memory))
+
+
+def test_memory_of_killed_processes_is_freed_by_the_next_job(tmp_path: Path, open_dataset: Opener) -> None:
+    """The next job may have another dataset, or another decode function."""
+    for name in ("first", "second"):
+        write_files(tmp_path / name, 30)
+
+    def train() -> None:
+        open_dataset(tmp_path / "first", decode=RECORD, memory_limit=1 << 20)[3]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    used = open_dataset(tmp_path / "second", decode=RECORD, memory_limit=1 << 20)
+    assert wait_for_end(fork(train)) == -signal.SIGKILL
+    assert len(list(open_dataset.memory.glob("*/memory-*/column-0"))) == 2
+    open_dataset(tmp_path / "second", decode=lambda raw: raw[:3], fingerprint="3", memory_limit=1 << 20)
+    assert len(list(open_dataset.memory.glob("*/memory-*/cells"))) == 2, "the tier of the living job is still there"
+    assert used[3].nbytes == 3072
 
 
 def test_memory_of_killed_processes_is_not_used(tmp_path: Path, open_dataset: Opener) -> None:

@@ -48,9 +48,7 @@ class MemoryTier:
         self.folder = directory / f"memory-{name}"
         self._user_lock = FileLock(directory / f"memory-{name}.users")
         make_private_folder(directory)
-        if self._user_lock.acquire(wait=False):
-            _remove_folder(self.folder)
-            self._user_lock.release()
+        _remove_unused_tiers(directory)
         self._user_lock.acquire(shared=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.is_frozen = False
@@ -254,6 +252,18 @@ def _compute_checksum(arrays: Iterable[Array]) -> int:
     for array in arrays:
         state.update(view_memory(np.ascontiguousarray(array)))
     return int(state.intdigest())
+
+
+def _remove_unused_tiers(directory: Path) -> None:
+    """Remove the tiers that no process uses: their users were killed. Their samples may be incomplete, and they take
+    memory."""
+    for path in directory.glob("memory-*.users"):
+        lock = FileLock(path)
+        with contextlib.suppress(OSError):
+            if lock.acquire(wait=False):
+                _remove_folder(path.with_suffix(""))
+                path.unlink(missing_ok=True)
+                lock.release()
 
 
 def _remove_folder(folder: Path) -> None:
