@@ -50,8 +50,10 @@ def generate_manifest(
         )
     with _open_index_file(index) as index_file:
         added = _AddedParts(samples or index is not None, checksums, index_file)
-        for remote_object in _copy_facts(shards.listing, earlier):
-            yield from format_manifest([_complete_object(store, shards.format, remote_object, added)])
+        for number, remote_object in enumerate(_copy_facts(shards.listing, earlier)):
+            has_samples = shards.format != "files" and shards.has_samples(number)
+            format = shards.format if has_samples else "files"
+            yield from format_manifest([_complete_object(store, format, remote_object, added)])
 
 
 def _copy_facts(listing: Listing, earlier: Listing | None) -> Iterator[RemoteObject]:
@@ -97,7 +99,7 @@ class _AddedParts(NamedTuple):
 def _complete_object(store: ObjectStore, format: str, remote_object: RemoteObject, added: _AddedParts) -> RemoteObject:
     """Return the object with the added parts: its number of samples, its checksum and its index."""
     compression = find_compression(remote_object.path) if format != "files" else ""
-    index_file = added.index_file if not compression else None
+    index_file = added.index_file if format == "tar" and not compression else None
     must_count = added.samples and remote_object.samples == UNKNOWN and format in ("tar", "parquet")
     if must_count and format == "parquet" and not compression:
         remote_object, must_count = remote_object._replace(samples=count_parquet_rows(store, remote_object)), False

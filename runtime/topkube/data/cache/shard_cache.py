@@ -159,7 +159,7 @@ class ShardCache:
 
         def fill(file: int) -> ReceivedChecksums:
             received = self._fill(shard, file, source)
-            if self.shards.format == "tar" and shard.cache_number == self._find_samples_cache_number(shard):
+            if self.shards.format == "tar" and self._is_read_by_sample(shard):
                 # Before the shard is published: a shard that cannot be read by sample is not cached.
                 indexes[:] = [index_shard(self.shards, shard, file)]
             return received
@@ -204,9 +204,11 @@ class ShardCache:
         opened.shard = replace(shard, size=os.fstat(file).st_size)
         return opened
 
-    def _find_samples_cache_number(self, shard: DataShard) -> int:
-        """Return the cache number of the shard from which the samples of this shard are read."""
-        return self.shards.get_samples_shard(shard.cache_number % len(self.shards)).cache_number
+    def _is_read_by_sample(self, shard: DataShard) -> bool:
+        """Return True if samples are read from this shard, and not from its decompressed bytes."""
+        number = shard.cache_number % len(self.shards)
+        is_source = shard.cache_number == self.shards.get_samples_shard(number).cache_number
+        return is_source and self.shards.has_samples(number)
 
     def _fill(self, shard: DataShard, file: int, source: ShardSource | None) -> ReceivedChecksums:
         """Write the bytes of the shard to the descriptor: from the source, or decompressed from the cached shard."""

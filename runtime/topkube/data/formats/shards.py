@@ -1,16 +1,20 @@
 """The division of a dataset into shards. A shard is the unit that is fetched, cached and verified.
 
 If all files of a dataset are tar files, or all Parquet, or all Arrow, or if the caller names such a format, each file
-is a shard. Otherwise files are joined, in the order of their paths, into shards of about `GROUP_BYTES`, because every
-shard costs a lock, a rename and an fsync. No file is split.
+is a shard. Files that describe a dataset (README.md, _SUCCESS, hidden files) do not count for that; they are shards
+without samples, and so are files with other endings if the caller names the format. Otherwise files are joined, in the
+order of their paths, into shards of about `GROUP_BYTES`, because every shard costs a lock, a rename and an fsync. No
+file is split.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from topkube.data.formats.compression import Compression, find_compression
@@ -34,6 +38,10 @@ _ENDINGS = {
 """The endings of all shards that can be read, by format."""
 _REFUSED = (".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.lz4")
 """The endings of shards whose compression is not supported."""
+_DESCRIPTION = re.compile(
+    r"(^|/)(\..*|(readme|licen[cs]e)(\.[a-z]+)?|[^/]*\.md|_SUCCESS|_metadata|_common_metadata)$", re.IGNORECASE
+)
+"""The paths of files that describe a dataset, and of files that other programs write beside it."""
 _DECOMPRESSED = "decompressed"
 """The form of a shard's decompressed bytes (see `Shards.compute_key`)."""
 
@@ -77,10 +85,11 @@ class Shards:
         """Shard i has the objects from _starts[i] to _stops[i] - 1 of the listing."""
         self.sizes: Longs = np.add.reduceat(listing.sizes, self._starts)
         """The bytes of each shard in the remote: (shards,) int64. For a compressed shard, it is the compressed size."""
+        self._has_samples = _find_objects_with_samples(listing, self.format)
         self.has_compressed = self.format != "files" and any(
-            find_compression(listing.paths[index]) for index in range(len(listing))
+            find_compression(listing.paths[index]) for index in range(len(listing)) if self.has_samples(index)
         )
-        """True if an object of the dataset is a compressed shard."""
+        """True if an object of the dataset is a compressed shard with samples."""
 
     def __len__(self) -> int:
         return self._starts.size
@@ -121,9 +130,15 @@ class Shards:
         not compressed."""
         return 2 * len(self) if self.has_compressed else len(self)
 
+    def has_samples(self, number: int) -> bool:
+        """Return False for a shard that is a file beside the shards of the format, such as README.md."""
+        return self._has_samples is None or bool(self._has_samples[number])
+
     def find_compression(self, number: int) -> Compression:
-        """Return the compression of shard `number`; empty if the shard is not compressed."""
-        return find_compression(self.listing.paths[int(self._starts[number])]) if self.has_compressed else ""
+        """Return the compression of shard `number`; empty if the shard is not compressed, or has no samples."""
+        if not self.has_compressed or not self.has_samples(number):
+            return ""
+        return find_compression(self.listing.paths[int(self._starts[number])])
 
     def get_samples_shard(self, number: int) -> DataShard:
         """Return the shard from which the samples of shard `number` are read: the shard itself, or its decompressed
@@ -147,18 +162,40 @@ class Shards:
         if the shard must be read to count its samples."""
         if self.format == "files":
             return self._stops - self._starts
-        return np.asarray(self.listing.samples)
+        samples = np.asarray(self.listing.samples)
+        return samples if self._has_samples is None else np.where(self._has_samples, samples, 0)
 
 
 def _detect_format(listing: Listing) -> Format:
-    """Return tar, Parquet or Arrow if every name has one of the endings of that format, else files. Raises DatasetError
-    if a name has the ending of a shard whose compression is not supported."""
-    paths = listing.paths
+    """Return tar, Parquet or Arrow if every name has one of the endings of that format, or is that of a description;
+    else files. Raises DatasetError if a name has the ending of a shard whose compression is not supported."""
     for format_name, endings in _ENDINGS.items():
-        if all(paths[index].endswith(endings) for index in range(len(paths))):
+        if _consists_of(listing, endings):
             return format_name  # type: ignore[return-value]
     _refuse_unsupported_compressions(listing)
     return "files"
+
+
+def _consists_of(listing: Listing, endings: tuple[str, ...]) -> bool:
+    """Return True if names have these endings, and all others are names of descriptions."""
+    found = False
+    for index in range(len(listing)):
+        path = listing.paths[index]
+        if path.endswith(endings):
+            found = True
+        elif not _DESCRIPTION.search(path):
+            return False
+    return found
+
+
+def _find_objects_with_samples(listing: Listing, format: str) -> npt.NDArray[np.bool_] | None:
+    """Return True for each object with an ending of the format: (objects,). Return None if all objects have samples:
+    no object has another ending, or all have, because the dataset has names of its own."""
+    if format == "files":
+        return None
+    endings, paths = _ENDINGS[format], listing.paths
+    has_ending = np.fromiter((paths[index].endswith(endings) for index in range(len(paths))), bool, len(paths))
+    return None if has_ending.all() or not has_ending.any() else has_ending
 
 
 def _refuse_unsupported_compressions(listing: Listing) -> None:
