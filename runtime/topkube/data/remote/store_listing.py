@@ -99,10 +99,12 @@ class StoreListing:
                 cause="the server does not send Content-Length for it",
                 next_step="serve the manifest as a plain file",
             )
-        data = bytearray(size)
+        data = bytearray()
 
         def receive(offset: int, part: Any) -> None:
-            data[offset : offset + len(part)] = part
+            nonlocal data
+            assert offset == len(data)  # the bytes of one object arrive in order
+            data += part  # no memory is taken for bytes that a server only announces
 
         manifest = RemoteObject(self.manifest_uri.rpartition("/")[2], size, version)
         self._fetch([Transfer(Reading(manifest, self.manifest_uri), 0, size)], receive, None)

@@ -278,6 +278,18 @@ def test_a_server_without_ranges_may_break_connections_if_a_range_arrives_in_tim
         assert len(server.requests) == (7 if succeeds else 3)
 
 
+def test_a_manifest_whose_length_is_not_true_takes_no_memory() -> None:
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        body = b"" if request.startswith("HEAD") else b"hello"
+        connection.sendall(
+            b'HTTP/1.1 200 OK\r\nETag: "v1"\r\nContent-Length: %d\r\n\r\n' % (len(body) or 10**15) + body
+        )
+        return True
+
+    with serve_and_open(handle) as (_, store), pytest.raises(StoreError, match="no longer the object that was listed"):
+        store.read_listing()
+
+
 def test_a_head_without_end_is_refused() -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
         with contextlib.suppress(OSError):
