@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -106,25 +106,58 @@ def _complete_object(store: ObjectStore, format: str, remote_object: RemoteObjec
     needs_content = must_count or index_file is not None
     if not added.checksums and not needs_content:
         return remote_object
-    file = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC) if needs_content else -1
     state = xxhash.xxh3_128()
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(_Scratch(remote_object)) if needs_content else None
 
-    def receive(offset: int, data: Any) -> None:
-        state.update(data)
-        if file >= 0:
-            _write_at(file, offset, data)
+        def receive(offset: int, data: Any) -> None:
+            state.update(data)
+            if scratch is not None:
+                scratch.write(offset, data)
 
-    try:
         store.fetch(remote_object, receive)
-        if index_file is not None:
-            remote_object = _index_object(file, remote_object, index_file)
-        elif must_count:
-            count = _count_samples(file, remote_object, format, compression)
+        if scratch is not None and index_file is not None:
+            remote_object = _index_object(scratch.file, remote_object, index_file)
+        elif scratch is not None:
+            count = _count_samples(scratch.file, remote_object, format, compression)
             remote_object = remote_object._replace(samples=count)
-    finally:
-        if file >= 0:
-            os.close(file)
     return remote_object._replace(checksum=state.hexdigest()) if added.checksums else remote_object
+
+
+class _Scratch:
+    """A temporary copy of a shard on the disk: a shard may be larger than the memory. Raises DatasetError if the disk
+    has no room for it."""
+
+    def __init__(self, remote_object: RemoteObject) -> None:
+        self._object = remote_object
+        try:
+            self._stream = tempfile.TemporaryFile(prefix="topkube-manifest-", buffering=0)  # noqa: SIM115  (__exit__ closes it)
+        except OSError as error:
+            raise self._build_error(error) from None
+        self.file = self._stream.fileno()
+
+    def write(self, offset: int, data: Any) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                count = os.pwrite(self.file, view, offset)
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise self._build_error(error) from None
+
+    def _build_error(self, error: OSError) -> DatasetError:
+        return DatasetError(
+            f"{self._object.path} ({self._object.size:,} bytes) cannot be stored in {tempfile.gettempdir()} "
+            f"({error.strerror or error})",
+            cause="its samples are counted in a temporary copy, for which the disk has no room",
+            next_step="set TMPDIR to a folder on a larger disk",
+        )
+
+    def __enter__(self) -> _Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
 
 
 def _index_object(file: int, remote_object: RemoteObject, index_file: BinaryIO) -> RemoteObject:
@@ -142,16 +175,6 @@ def _count_samples(file: int, remote_object: RemoteObject, format: str, compress
     size, name = remote_object.size, remote_object.path
     if not compression:
         return len(index_tar(file, size, name))
-    plain = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC)
-    try:
-        size = decompress(file, size, compression, name, partial(_write_at, plain))
-        return len(index_tar(plain, size, name)) if format == "tar" else count_rows_of_file(plain, name)
-    finally:
-        os.close(plain)
-
-
-def _write_at(file: int, offset: int, data: Any) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(file, view, offset)
-        view, offset = view[count:], offset + count
+    with _Scratch(remote_object) as plain:
+        size = decompress(file, size, compression, name, plain.write)
+        return len(index_tar(plain.file, size, name)) if format == "tar" else count_rows_of_file(plain.file, name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from remotes import write_files, write_tars
 
 from topkube.cli.app import run_app
 from topkube.data.formats.checked_index import unpack_checked_index
+from topkube.data.manifest import generate_manifest
+from topkube.errors import DatasetError
 
 
 class Command:
@@ -132,3 +136,20 @@ def test_mistakes_are_explained(command: Command, tmp_path: Path) -> None:
         assert "--idle" in command("evict", "--idle", days, code=2)
     assert len(command.run_json("ls")) == 1
     assert "is not I/N" in command("warm", tmp_path / "source", "--share", "2/2", code=2)
+
+
+def test_shards_are_counted_on_the_disk_and_a_full_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard may be larger than the memory."""
+    write_tars(tmp_path / "source", [3, 300])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the kernel refuses larger files, as a full disk
+    try:
+        with pytest.raises(DatasetError, match=rf"001\.tar \([\d,]+ bytes\) cannot be stored in {tmp_path}.*TMPDIR"):
+            list(generate_manifest(str(tmp_path / "source"), samples=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(list(generate_manifest(str(tmp_path / "source"), samples=True))) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
