@@ -4,6 +4,7 @@ retries."""
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 
 from topkube.errors import StoreError, TopKubeError
@@ -26,18 +27,41 @@ _FINAL = (
 class Patience:
     """The limits of the wait for a store. `stall_seconds`: the longest time without a byte. `retries`: the number of
     retries of a range. `pause_seconds`: the pause before the first retry; it is doubled every time, up to
-    `longest_pause_seconds`, with jitter. With the defaults, a store that is started again within 20 seconds ends no
-    read: the pauses together take about 40 seconds."""
+    `longest_pause_seconds`, with jitter. No retry begins more than `retry_seconds` after the first failure. With the
+    defaults, a store that is started again within 20 seconds ends no read, because the pauses together take about 40
+    seconds, and a store that never answers is an error after three minutes."""
 
     retries: int = 9
     pause_seconds: float = 0.2
     stall_seconds: float = 30.0
     longest_pause_seconds: float = 10.0
+    retry_seconds: float = 120.0
 
     def choose_pause(self, failed_tries: int) -> float:
         """Return the seconds to wait after `failed_tries` retries have failed: 0 after the first try."""
         pause = min(self.pause_seconds * 2.0 ** min(failed_tries, 60), self.longest_pause_seconds)
         return pause * _jitter.uniform(0.5, 1.5)
+
+
+@dataclass
+class FailedTries:
+    """The failed tries of one request."""
+
+    patience: Patience
+    count: int = 0
+    _first_failure: float = 0.0
+
+    def add(self, error: Exception, what: str) -> float:
+        """Count a failed try of `what`. Return the seconds to wait before the next try. Raises the final error if no
+        try is left, or if a retry cannot help."""
+        now = time.monotonic()
+        if self.count == 0:
+            self._first_failure = now
+        is_over = self.count >= self.patience.retries or now - self._first_failure > self.patience.retry_seconds
+        if is_over or not is_worth_a_retry(error):
+            raise build_final_error(error, what, self.count) from error
+        self.count += 1
+        return self.patience.choose_pause(self.count - 1)
 
 
 class Changed(StoreError):

@@ -15,7 +15,7 @@ from fsspec.asyn import sync
 
 from topkube.data.remote.http.reading import ObjectDescription, describe_object
 from topkube.data.remote.object_version import read_info_version
-from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
+from topkube.data.remote.retry import FailedTries, Patience
 from topkube.errors import DatasetError
 from topkube.installation import build_install_command
 
@@ -74,26 +74,22 @@ class StoreAccess:
         if async_call is not None and (call is None or self.is_asynchronous):
             return sync(self.filesystem.loop, self.await_with_retries, async_call, what)
         assert call is not None
-        for attempt in range(self.patience.retries + 1):
+        failed = FailedTries(self.patience)
+        while True:
             try:
                 return call()
             except Exception as error:
-                if attempt == self.patience.retries or not is_worth_a_retry(error):
-                    raise build_final_error(error, what, attempt) from error
-                time.sleep(self.patience.choose_pause(attempt))
-        raise AssertionError
+                time.sleep(failed.add(error, what))
 
     async def await_with_retries(self, async_call: Callable[[], Any], what: str) -> Any:
         """Await `async_call` with retries, on the loop of fsspec. A try ends after twice `stall_seconds`, even if bytes
         arrive."""
-        for attempt in range(self.patience.retries + 1):
+        failed = FailedTries(self.patience)
+        while True:
             try:
                 return await asyncio.wait_for(async_call(), self.patience.stall_seconds * 2)
             except Exception as error:
-                if attempt == self.patience.retries or not is_worth_a_retry(error):
-                    raise build_final_error(error, what, attempt) from error
-                await asyncio.sleep(self.patience.choose_pause(attempt))
-        raise AssertionError
+                await asyncio.sleep(failed.add(error, what))
 
     def describe(self, url: str) -> ObjectDescription:
         """Return the description of an object. fsspec does not report if the store sent an HTML page. Raises the errors

@@ -10,7 +10,7 @@ import xxhash
 
 from topkube.data.remote.http.reading import Reading
 from topkube.data.remote.object_version import build_condition
-from topkube.data.remote.retry import Changed
+from topkube.data.remote.retry import Changed, FailedTries
 
 Write = Callable[[int, Any], None]
 """A function that writes bytes at an offset: (offset, bytes). The bytes are a view of a buffer that is reused after the
@@ -27,8 +27,8 @@ class Transfer:
     base: int = 0
     at: int = field(init=False)
     """The byte that is read next."""
-    tries: int = field(default=0, init=False)
-    """The failed tries of the current range."""
+    failed: FailedTries | None = field(default=None, init=False)
+    """The failed tries of the current range; None if no try has failed."""
 
     def __post_init__(self) -> None:
         self.at = self._range_start = self.start
@@ -58,7 +58,7 @@ class Transfer:
 
     def finish_range(self) -> None:
         """Begin the next range at `at`."""
-        self._range_start, self.tries = self.at, 0
+        self._range_start, self.failed = self.at, None
 
     def rewind(self) -> None:
         """Prepare another try. Bytes that have arrived but are not written are read again."""

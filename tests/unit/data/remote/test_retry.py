@@ -13,7 +13,8 @@ import pytest
 from remotes import RemoteServer, write_files
 
 from topkube.data.remote.object_store import ObjectStore
-from topkube.data.remote.retry import Patience, is_worth_a_retry
+from topkube.data.remote.retry import FailedTries, Patience, is_worth_a_retry
+from topkube.errors import StoreError
 
 
 def count_seconds(patience: Patience) -> float:
@@ -67,6 +68,23 @@ def test_a_store_that_is_started_again_ends_no_read(tmp_path: Path, monkeypatch:
         for started in running:
             started.close()
     assert pauses == list(range(8))
+
+
+def test_a_store_that_never_answers_is_an_error_after_three_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try ends after 30 seconds."""
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    failed = FailedTries(Patience())
+
+    def read() -> None:
+        nonlocal now
+        while True:
+            now += 30
+            now += failed.add(TimeoutError(), "http://host/x")
+
+    with pytest.raises(StoreError, match=r"http://host/x could not be read in \d tries \(TimeoutError\)"):
+        read()
+    assert 120 < now - 1000 < 200
 
 
 FINAL: list[Callable[[], Exception]] = [

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from topkube.data.remote.http.connection import Connection, HttpServer, NotPlain
-from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
+from topkube.data.remote.retry import FailedTries, Patience
 from topkube.data.remote.transfer import Transfer, Write
 
 
@@ -203,11 +203,9 @@ class _ReadLoop:
     def _count_and_retry(self, transfer: Transfer, error: Exception) -> None:
         """Count a failed try, and schedule the next try after a pause. Raises the final error if no try is left, or if
         a retry cannot help."""
-        patience = self._client.server.patience
-        if transfer.tries == patience.retries or not is_worth_a_retry(error):
-            raise build_final_error(error, transfer.reading.url, transfer.tries) from error
-        pause = patience.choose_pause(transfer.tries)
-        transfer.tries += 1
+        if transfer.failed is None:
+            transfer.failed = FailedTries(self._client.server.patience)
+        pause = transfer.failed.add(error, transfer.reading.url)
         transfer.rewind()
         self._retries.append((time.monotonic() + pause, transfer))
 
