@@ -54,7 +54,12 @@ def warm(
         raise DatasetError(f"--share {share} is not I/N with I below N", next_step="write for example --share 0/4")
     settings = Settings.from_environment()
     opened = open_cache(
-        resolve_address(uri, settings), settings, RankPlace(), cache_directory=directory, size_limit=size_limit
+        resolve_address(uri, settings),
+        settings,
+        RankPlace(),
+        cache_directory=directory,
+        size_limit=size_limit,
+        for_samples=view is None,
     )
     total = int(opened.shards.sizes[int(first) :: int(count)].sum())
     try:

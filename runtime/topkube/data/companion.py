@@ -275,7 +275,7 @@ def _open_cache_with_retries(settings: Settings, stop: threading.Event) -> Shard
     pause = _PAUSES[0]
     while not stop.is_set():
         try:
-            return open_cache(resolve_address(settings.dataset_uri, settings), settings, RankPlace())
+            return open_cache(resolve_address(settings.dataset_uri, settings), settings, RankPlace(), for_samples=False)
         except (TopKubeError, OSError) as error:
             _report_problem(str(error))
             stop.wait(pause)

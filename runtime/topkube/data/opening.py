@@ -51,12 +51,14 @@ def open_cache(
     storage_options: Mapping[str, Any] | None = None,
     patience: Patience | None = None,
     wait_seconds: float = 30.0,
+    for_samples: bool = True,
 ) -> ShardCache:
     """Open the cache of the dataset at `uri` (see `resolve_address`).
 
     The arguments have the meaning that they have for CachedDataset. `cache_directory`, `size_limit` and `free_bytes`
     come from `settings` if they are None. `memory` is the folder of the memory tier. If `place` has several ranks, this
-    is a collective. Raises DatasetError, StoreError or CacheError, on all ranks.
+    is a collective. `for_samples`: False if only whole objects are needed, for scripts that read plain files. Then
+    shards whose samples cannot be read are accepted too. Raises DatasetError, StoreError or CacheError, on all ranks.
     """
     size_limit = settings.cache_size_limit if size_limit is None else size_limit
     for name, value in (("size_limit", size_limit), ("memory_limit", memory_limit)):
@@ -69,6 +71,8 @@ def open_cache(
     )
     listing = _list_on_rank_0(lambda: list_dataset(store, tier), place)
     shards = Shards(uri, listing, format, group_bytes)
+    if for_samples and format == "auto" and shards.format == "files":
+        shards.check_compressions()
     check_limits(shards, size_limit, memory_limit, place.local_size)
     if tier is not None and tier.is_writable and place.local_rank == 0:
         _write_summary(tier, shards)
@@ -77,8 +81,9 @@ def open_cache(
     )
     name = xxhash.xxh3_64_hexdigest(identity.encode())
     node_state = NodeState(memory or choose_memory_folder(None, settings), name, shards.cache_number_limit)
+    counters = CacheCounters(settings.run_path)
     return ShardCache(
-        store, shards, tier, node_state, CacheCounters(settings.run_path), name, stall_seconds=wait_seconds
+        store, shards, tier, node_state, counters, name, stall_seconds=wait_seconds, for_samples=for_samples
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
+import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from openers import wait_until
-from remotes import RemoteServer, write_files, write_tars
+from openers import Opener, wait_until
+from remotes import RemoteServer, add_member, write_files, write_tars
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.shard_cache import ShardCache
@@ -19,6 +21,7 @@ from topkube.data.companion import Companion
 from topkube.data.fill.file_view import COMPLETE, FileView
 from topkube.data.opening import open_cache
 from topkube.data.remote.object_store import Patience
+from topkube.errors import DatasetError
 from topkube.settings import Settings
 
 
@@ -35,7 +38,12 @@ class CompanionPod:
             cache_directory=str(self.folder / "cache"), cache_memory_directory=str(self.folder / "shm")
         )
         return open_cache(
-            self.remote.uri, cache_settings, RankPlace(), patience=Patience(retries=0, pause_seconds=0.01), **settings
+            self.remote.uri,
+            cache_settings,
+            RankPlace(),
+            patience=Patience(retries=0, pause_seconds=0.01),
+            for_samples=False,
+            **settings,
         )
 
     @contextmanager
@@ -90,6 +98,26 @@ def test_plain_files_appear_under_their_own_names(
         wait_until(pod.report.exists)
     assert remote.sent_bytes - sent < 4096, "only index pages"
     assert {path: path.stat().st_ino for path in pod.view.rglob("*")} == before, "nothing is copied again"
+
+
+def write_tar_with_link(folder: Path) -> None:
+    with tarfile.open(folder / "000.tar", "w") as tar:
+        add_member(tar, "target", b"x")
+        add_member(tar, "link", b"", tarfile.SYMTYPE)
+
+
+@pytest.mark.parametrize(
+    "write", [write_tar_with_link, lambda folder: (folder / "000.tar.xz").write_bytes(lzma.compress(b"x"))]
+)
+def test_plain_scripts_get_archives_whose_samples_cannot_be_read(
+    pod: CompanionPod, remote: RemoteServer, open_dataset: Opener, write: Callable[[Path], object]
+) -> None:
+    write(remote.folder)
+    with pod.run_companion():
+        wait_until((pod.view / COMPLETE).exists)
+        assert pod.read_files() == read_source(remote)
+    with pytest.raises(DatasetError, match=r"is a link or a device|compression that is not supported"):
+        open_dataset(remote.uri, cache_directory=pod.folder / "cache")
 
 
 def test_an_object_that_is_a_shard_is_shown_as_a_link(pod: CompanionPod, remote: RemoteServer) -> None:

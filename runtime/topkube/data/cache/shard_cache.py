@@ -27,13 +27,15 @@ from topkube.data.formats.sample_index import SampleIndex
 from topkube.data.formats.shard_index import index_shard
 from topkube.data.formats.shards import DataShard, Shards
 from topkube.data.remote.object_store import ObjectStore
+from topkube.errors import DatasetError
 
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.02
 _TRIES = 4
 
 
 class ShardCache:
-    """The shards of a dataset, by number. Threads may share it; it keeps working after a fork."""
+    """The shards of a dataset, by number. Threads may share it; it keeps working after a fork. `for_samples`: a shard
+    whose samples cannot be read is not cached, and is an error."""
 
     def __init__(
         self,
@@ -45,11 +47,12 @@ class ShardCache:
         name: str,
         *,
         stall_seconds: float = 30.0,
+        for_samples: bool = True,
     ) -> None:
         self.store, self.shards, self.node_state, self.counters = store, shards, node_state, counters
         self.name = name
         """A name for this listing in this directory: 16 hexadecimal digits."""
-        self.stall_seconds = stall_seconds
+        self.stall_seconds, self._for_samples = stall_seconds, for_samples
         self.open_shards = OpenShards()
         self.fetcher = ShardFetcher(store, shards, node_state, counters)
         self._cached = CachedShards(shards, tier, node_state, counters)
@@ -161,7 +164,11 @@ class ShardCache:
             received = self._fill(shard, file, source)
             if self.shards.format == "tar" and self._is_read_by_sample(shard):
                 # Before the shard is published: a shard that cannot be read by sample is not cached.
-                indexes[:] = [index_shard(self.shards, shard, file)]
+                try:
+                    indexes[:] = [index_shard(self.shards, shard, file)]
+                except DatasetError:
+                    if self._for_samples:
+                        raise
             return received
 
         old_evictions, begun = self.folder.evictions, time.monotonic()

@@ -66,8 +66,7 @@ class Shards:
     """All shards of a listing, stored in columns.
 
     `group_bytes` is the approximate size, in bytes, of a shard that joins files; only the format "files" uses it. With
-    the format "auto", the endings of the names determine the format. Raises DatasetError if the format is "auto" and a
-    name has the ending of a compression that is not supported.
+    the format "auto", the endings of the names determine the format.
     """
 
     def __init__(self, uri: str, listing: Listing, format: Format = "auto", group_bytes: int = GROUP_BYTES) -> None:
@@ -153,6 +152,21 @@ class Shards:
         """Return True if this shard has the decompressed bytes of a compressed shard."""
         return shard.cache_number >= len(self)
 
+    def check_compressions(self) -> None:
+        """Raise DatasetError if a name has the ending of a shard whose compression is not supported: its samples cannot
+        be read."""
+        listing = self.listing
+        names = listing.paths.blob.tobytes()
+        if not any(ending.encode() in names for ending in _REFUSED):
+            return  # this search of all names at once is much faster than the loop below
+        for index in range(len(listing)):
+            if (path := listing.paths[index]).endswith(_REFUSED):
+                raise DatasetError(
+                    f"{path!r} has a compression that is not supported",
+                    cause="only gzip (.tar.gz, .tgz) and Zstandard (.tar.zst, .tzst) are supported",
+                    next_step="store plain .tar shards; formats like JPEG and PNG are already compressed",
+                )
+
     def list_objects(self, shard: DataShard) -> list[RemoteObject]:
         """Return the objects whose bytes the shard has, in order."""
         return [self.listing[index] for index in range(shard.start, shard.stop)]
@@ -168,11 +182,10 @@ class Shards:
 
 def _detect_format(listing: Listing) -> Format:
     """Return tar, Parquet or Arrow if every name has one of the endings of that format, or is that of a description;
-    else files. Raises DatasetError if a name has the ending of a shard whose compression is not supported."""
+    else files."""
     for format_name, endings in _ENDINGS.items():
         if _consists_of(listing, endings):
             return format_name  # type: ignore[return-value]
-    _refuse_unsupported_compressions(listing)
     return "files"
 
 
@@ -196,16 +209,3 @@ def _find_objects_with_samples(listing: Listing, format: str) -> npt.NDArray[np.
     endings, paths = _ENDINGS[format], listing.paths
     has_ending = np.fromiter((paths[index].endswith(endings) for index in range(len(paths))), bool, len(paths))
     return None if has_ending.all() or not has_ending.any() else has_ending
-
-
-def _refuse_unsupported_compressions(listing: Listing) -> None:
-    names = listing.paths.blob.tobytes()
-    if not any(ending.encode() in names for ending in _REFUSED):
-        return  # this search of all names at once is much faster than the loop below
-    for index in range(len(listing)):
-        if (path := listing.paths[index]).endswith(_REFUSED):
-            raise DatasetError(
-                f"{path!r} has a compression that is not supported",
-                cause="only gzip (.tar.gz, .tgz) and Zstandard (.tar.zst, .tzst) are supported",
-                next_step="store plain .tar shards; formats like JPEG and PNG are already compressed",
-            )

@@ -310,5 +310,5 @@ def test_one_shard_with_another_compression_among_many_is_refused() -> None:
     names[77] = "077.tar.bz2"
     listing = Listing.from_objects([RemoteObject(name, 1, "v") for name in names], "u")
     with pytest.raises(DatasetError, match=r"077\.tar\.bz2' has a compression that is not supported"):
-        Shards("u", listing)
+        Shards("u", listing).check_compressions()
     assert Shards("u", listing, "files").format == "files"
