@@ -1,4 +1,5 @@
-"""The fields that a launcher inherits from the workers' template: placement, security context, labels, resources. Pure.
+"""The fields that a launcher inherits from the workers' template: placement, security context, labels, some
+annotations, resources. Pure.
 
 A launcher without a template of its own must be admitted and scheduled wherever a worker is: on nodes of the same
 architecture, under the same runtime class, in a namespace with a quota or a LimitRange.
@@ -13,7 +14,7 @@ from typing import Any
 from topkube.job import TrainingJob
 from topkube.job.base.quantity import parse_quantity
 from topkube.job.template import find_worker_container, remove_nulls
-from topkube_operator.children.templates import ensure_mapping
+from topkube_operator.children.templates import ensure_mapping, select_domains
 
 _FIELDS = (
     "imagePullSecrets",
@@ -29,6 +30,18 @@ _FIELDS = (
 _AFFINITY = ("nodeAffinity", "podAffinity")
 """The parts of `affinity` that the launcher inherits. An anti-affinity keeps workers apart: with it, the launcher would
 need one more node."""
+_ANNOTATION_DOMAINS = (
+    "cluster-autoscaler.kubernetes.io",
+    "descheduler.alpha.kubernetes.io",
+    "karpenter.sh",
+    "istio.io",
+    "linkerd.io",
+    "kuma.io",
+    "openservicemesh.io",
+)
+"""The domains of annotations that the launcher's pod has too. They protect pods from autoscalers (if the launcher is
+evicted, the attempt of all workers ends), and they tell service meshes what to do with a pod. Other annotations concern
+the containers, networks and metrics of workers."""
 _REQUESTS = {"cpu": "50m", "memory": "96Mi"}
 _GUARANTEED_CPU, _LIMIT_CPU = "500m", "2"
 _LIMIT_MIB, _LIMIT_MIB_PER_WORKER = 512, 1
@@ -48,6 +61,10 @@ def inherit_fields(launcher: dict[str, Any], workers: Mapping[str, Any]) -> None
     if isinstance(affinity, dict) and any(part in affinity for part in _AFFINITY):
         spec.setdefault("affinity", {part: copy.deepcopy(affinity[part]) for part in _AFFINITY if part in affinity})
     metadata = ensure_mapping(launcher, "metadata", "spec.launcher.template")
+    own_annotations = ensure_mapping(metadata, "annotations", "spec.launcher.template.metadata")
+    annotations: Any = (workers.get("metadata") or {}).get("annotations") or {}
+    for key, value in select_domains(annotations, _ANNOTATION_DOMAINS).items():
+        own_annotations.setdefault(key, value)
     own_labels = ensure_mapping(metadata, "labels", "spec.launcher.template.metadata")
     labels: Any = (workers.get("metadata") or {}).get("labels") or {}
     spreading_keys = set(_find_spreading_keys(source))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube_operator.children.templates import ensure_list, ensure_mapping
+from topkube_operator.children.templates import ensure_list, ensure_mapping, select_domains
 from topkube_operator.model import names
 from topkube_operator.model.observed import Gang, Policy
 
@@ -53,8 +53,8 @@ def is_admitted_as_a_whole(job: TrainingJob, policy: Policy) -> bool:
 def select_queue_metadata(job: TrainingJob, uid: str, policy: Policy) -> tuple[dict[str, str], dict[str, str]]:
     """Return the labels and annotations of the job that its pods have too, because queues read them. Pods of a job that
     Kueue admits as a whole have no label of Kueue: it would queue each pod again."""
-    labels = _select_for_queues(job.metadata.labels)
-    annotations = _select_for_queues(job.metadata.annotations)
+    labels = select_domains(job.metadata.labels, _QUEUE_DOMAINS)
+    annotations = select_domains(job.metadata.annotations, _QUEUE_DOMAINS)
     if is_admitted_as_a_whole(job, policy):
         labels = {key: value for key, value in labels.items() if not key.startswith("kueue.x-k8s.io/")}
     if names.KUEUE_QUEUE in labels:
@@ -70,14 +70,6 @@ def join_kueue_group(manifest: dict[str, Any], role: str) -> None:
     metadata = manifest["metadata"]
     if names.KUEUE_GROUP in metadata["labels"]:
         metadata["annotations"].setdefault(_KUEUE_ROLE, role)
-
-
-def _select_for_queues(entries: dict[str, str]) -> dict[str, str]:
-    def is_for_queues(key: str) -> bool:
-        domain = key.partition("/")[0]
-        return any(domain == known or domain.endswith("." + known) for known in _QUEUE_DOMAINS)
-
-    return {key: value for key, value in entries.items() if is_for_queues(key)}
 
 
 def spread_over_nodes(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from topkube.errors import JobError
@@ -22,6 +23,16 @@ def ensure_mapping(parent: dict[str, Any], field: str, path: str) -> dict[str, A
     if not isinstance(value, dict):
         raise _build_type_error(f"{path}.{field}", "mapping")
     return value
+
+
+def select_domains(entries: Mapping[str, Any], domains: Collection[str]) -> dict[str, Any]:
+    """Return the labels or annotations whose keys begin with one of `domains`, or with a subdomain of it."""
+
+    def is_selected(key: str) -> bool:
+        domain = key.partition("/")[0]
+        return any(domain == known or domain.endswith("." + known) for known in domains)
+
+    return {key: value for key, value in entries.items() if is_selected(key)}
 
 
 def escape_variables(text: str) -> str:

@@ -77,6 +77,25 @@ def test_a_launcher_has_the_workers_labels_except_those_that_keep_workers_apart(
     assert labels["team"] == "platform"
 
 
+def test_a_launcher_is_protected_from_autoscalers_and_in_the_mesh_as_workers_are() -> None:
+    """If an autoscaler removes the node of a launcher, the attempt of all workers ends. A sidecar that only the
+    launcher has hides the addresses of its callers."""
+    shared = {
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "karpenter.sh/do-not-disrupt": "true",
+        "linkerd.io/inject": "disabled",
+        "traffic.sidecar.istio.io/excludeInboundPorts": "7077",
+    }
+    of_workers = {"k8s.v1.cni.cncf.io/networks": "rdma", "prometheus.io/scrape": "true", "notistio.io/a": "b"}
+    template = {**_build_template(), "metadata": {"annotations": {**shared, **of_workers}}}
+    annotations = build_launcher(parse_job(template=template))[0]["metadata"]["annotations"]
+    assert {key: annotations.get(key) for key in shared} == shared
+    assert not of_workers.keys() & annotations.keys()
+    own = {"karpenter.sh/do-not-disrupt": "false"}
+    job = parse_job(template=template, launcher={"template": {"metadata": {"annotations": own}}})
+    assert build_launcher(job)[0]["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "false"
+
+
 @pytest.mark.parametrize("is_in_pod", [True, False])
 def test_a_null_user_leaves_the_user_and_the_group_to_the_cluster(is_in_pod: bool) -> None:
     """OpenShift's restricted-v2 needs this: it admits only the users of the namespace's range."""
