@@ -21,6 +21,9 @@ from topkube_operator.control.operator import Operator
 from topkube_operator.http import webhook
 
 _log = logging.getLogger(__name__)
+_JOBS_PER_PAGE = 50
+"""By default, kopf lists all jobs in one answer. A job may have 1.4 MB, and an object takes many times its JSON in
+memory."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def configure(settings: kopf.OperatorSettings, *, is_clusterwide: bool) -> None:
     settings.scanning.disabled = not is_clusterwide
     settings.queueing.idle_timeout = 1.0
     settings.watching.server_timeout = 240
+    settings.watching.chunk_size = _JOBS_PER_PAGE
     settings.process.ultimate_exiting_timeout = 20
 
 

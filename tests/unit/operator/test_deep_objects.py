@@ -84,3 +84,4 @@ def test_kopf_neither_copies_objects_nor_reads_annotations() -> None:
     body = kopf.Body({"metadata": {"annotations": annotations}, "spec": {"workers": 2}})
     assert storage.build(body=body) == {}
     assert storage.fetch(body=body) is None
+    assert settings.watching.chunk_size, "all jobs of a cluster at once need too much memory"
