@@ -41,6 +41,19 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> N
     assert list_living_processes(tmp_path) == []
 
 
+def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> None:
+    """Also if nobody sees the end: `nohup topkube run … > out.log &`."""
+    job = write_job(tmp_path, ["python", "-c", "print('x' * 100_000); open('finished', 'a').write('yes,')"], workers=1)
+    with Path("/dev/full").open("w") as full:
+        command = build_command(job, tmp_path, "--no-plot")
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "finished").read_text().startswith("yes,")
+    assert "warning: a part of this command's output is lost: No space left on device" in ended.stderr
+    assert "rank-*.log" in ended.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "succeeded"
+
+
 @pytest.mark.parametrize(
     ("mode", "code", "expected"),
     [

@@ -8,10 +8,11 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, cast
 
 from rich.console import Console
 
+from topkube.cli.run.lasting_output import LastingOutput
 from topkube.cli.run.options import RunOptions
 from topkube.cli.run.report import TRACES, describe_aggregation, report_run, say
 from topkube.cli.run.watch import RunWatch, Signals
@@ -54,7 +55,9 @@ def _run_in(
         environment["TOPKUBE_TRACE_DIRECTORY"] = str((directory / TRACES).resolve())
     if is_this_python(build_rank_command(job, environment)):
         mpi_library.check_same_mpi(mpi, mpi_library.read_library())
-    console = Console(stderr=options.json)
+    stream = sys.stderr if options.json else sys.stdout
+    output = LastingOutput(stream) if stream is not None else None
+    console = Console(file=cast("IO[str] | None", output), stderr=options.json)
     history = History()
     with Signals() as signals, contextlib.ExitStack() as stack:
         watch = RunWatch(options, job, LocalRun(job, mpi, directory, environment), history, console, signals)
@@ -70,11 +73,20 @@ def _run_in(
             say(console, f"{', '.join(loggers)}: {find_log_folder(Settings.from_environment(environment), directory)}")
         failure = watch.run()
         report_run(watch, failure)
+        if output is not None and output.problem:
+            output.give_up()
+            _warn_of_lost_output(output.problem, directory)
     if watch.interrupted_by is not None:
         return 128 + watch.interrupted_by
     if failure is not None:
         raise failure
     return 0
+
+
+def _warn_of_lost_output(problem: str, directory: Path) -> None:
+    text = f"a part of this command's output is lost: {problem}; the output of all ranks is in {directory}/rank-*.log"
+    with contextlib.suppress(OSError):
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def _print_job(job: TrainingJob, form: Literal["yaml", "json"], target: Target) -> int:
