@@ -343,6 +343,27 @@ def test_suspend_outlives_a_restart_of_the_api_server(
     assert "trainingjob.topkube.dev/j suspended; its newest checkpoint" in capsys.readouterr().out
 
 
+def test_all_jobs_are_suspended_before_the_command_waits_for_one(
+    start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pods of the first job do not end, for example on a lost node. The others must not train on."""
+    patched: list[str] = []
+
+    def answer(method: str, path: str) -> Answer:
+        name = path.split("?")[0].rsplit("/", 1)[-1]
+        if "/pods" in path:
+            return 200, json.dumps({"items": [{"metadata": {"name": "p"}}]}).encode(), {}
+        if method == "PATCH":
+            patched.append(name)
+        job = build_job("Suspended" if name in patched else "Running")
+        return 200, json.dumps({**job, "metadata": {"name": name, "uid": name}}).encode(), {}
+
+    config = str(start_server(answer))
+    assert run_app(["suspend", "a", "b", "c", "--timeout", "0.1", "--kubeconfig", config]) == 1
+    assert "a is Suspended and still has pods" in capsys.readouterr().err
+    assert patched == ["a", "b", "c"]
+
+
 def test_resume_names_the_step_and_changes_nothing_twice(
     start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,25 +41,34 @@ def set_suspended(options: SuspendOptions, report: Callable[[str], None] = print
                 f"the job {name} is {read_phase(job)}: a finished job cannot be suspended or resumed",
                 next_step=f"topkube delete {name}, then submit it again; it continues from its newest checkpoint",
             )
+    changed = [_change_job(api, job, options.suspend) for job in jobs]  # all of them, before the command waits for one
     deadline = time.monotonic() + options.timeout_seconds
-    for job in jobs:
-        report(_change_job(api, job, options, deadline))
+    for before, job in zip(jobs, changed, strict=True):
+        if options.suspend and options.wait:
+            job = _wait_for_end_of_pods(api, job["metadata"]["name"], deadline, options.timeout_seconds)
+        report(_describe_change(before, job, options.suspend))
     return 0
 
 
-def _change_job(api: Api, job: dict[str, Any], options: SuspendOptions, deadline: float) -> str:
-    """Suspend or resume one job. Return what was done."""
-    name = job["metadata"]["name"]
-    before = bool((job["spec"].get("runPolicy") or {}).get("suspend"))
-    path, query = build_job_path(api, name), {"fieldManager": FIELD_MANAGER}
-    if before != options.suspend:
-        job = api.request("PATCH", path, query, {"spec": {"runPolicy": {"suspend": options.suspend}}}, MERGE).data
-    if options.suspend and options.wait:
-        job = _wait_for_end_of_pods(api, name, deadline, options.timeout_seconds)
-    verb = ("is already suspended" if before else "suspended") if options.suspend else "resumed"
-    if not options.suspend and not before:
-        verb = "is not suspended"
-    return f"trainingjob.topkube.dev/{name} {verb}{_describe_continuation(job, options.suspend)}"
+def _is_suspended(job: dict[str, Any]) -> bool:
+    return bool((job["spec"].get("runPolicy") or {}).get("suspend"))
+
+
+def _change_job(api: Api, job: dict[str, Any], suspend: bool) -> dict[str, Any]:
+    """Suspend or resume one job. Return it as the server stores it."""
+    if _is_suspended(job) == suspend:
+        return job
+    path, query = build_job_path(api, job["metadata"]["name"]), {"fieldManager": FIELD_MANAGER}
+    return api.request("PATCH", path, query, {"spec": {"runPolicy": {"suspend": suspend}}}, MERGE).data
+
+
+def _describe_change(before: dict[str, Any], job: dict[str, Any], suspend: bool) -> str:
+    """Return what was done to a job, which was `before`."""
+    if suspend:
+        verb = "is already suspended" if _is_suspended(before) else "suspended"
+    else:
+        verb = "resumed" if _is_suspended(before) else "is not suspended"
+    return f"trainingjob.topkube.dev/{job['metadata']['name']} {verb}{_describe_continuation(job, suspend)}"
 
 
 def _describe_continuation(job: dict[str, Any], suspended: bool) -> str:
