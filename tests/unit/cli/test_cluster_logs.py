@@ -205,3 +205,25 @@ def test_streams_end_when_nobody_reads_them(start_server: Callable[[Answers], Pa
     for thread in streams.seen.values():
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("follow", ["--follow", "--no-follow"])
+def test_a_worker_that_the_job_does_not_have_is_an_error(
+    follow: str, start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its logs would never come, and the command would show nothing until the job ends."""
+
+    def answer(method: str, path: str) -> Answer:
+        return respond({"metadata": {"name": "j"}, "spec": {"workers": 2}, "status": {"phase": "Running"}})
+
+    config = str(start_server(answer))
+    assert run_app(["logs", "j", "--worker", "2", follow, "--kubeconfig", config]) == 2
+    assert "j has no worker 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["logs j --tail -3", "logs j --worker -1", "delete j --timeout -5"])
+def test_negative_numbers_are_refused_before_the_cluster_is_asked(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app([*words.split(), "--kubeconfig", "absent"]) == 2
+    assert words.split()[2] in capsys.readouterr().err

@@ -16,7 +16,9 @@ Kubeconfig = Annotated[
 ]
 Context = Annotated[str | None, typer.Option(metavar="NAME", help="The kubeconfig's context to use.")]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace (default: the context's).")]
-Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop waiting after this time (exit code 124).")]
+Timeout = Annotated[
+    float | None, typer.Option(metavar="SECONDS", min=0.0, help="Stop waiting after this time (exit code 124).")
+]
 
 
 def submit(
@@ -126,10 +128,10 @@ def logs(
     job: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job.")],
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Continue until the job ends.")] = True,
     worker: Annotated[
-        list[int] | None, typer.Option(metavar="INDEX", help="Show this worker only; may be repeated.")
+        list[int] | None, typer.Option(metavar="INDEX", min=0, help="Show this worker only; may be repeated.")
     ] = None,
     tail: Annotated[
-        int | None, typer.Option(metavar="LINES", help="Begin with this many of the last lines of each pod.")
+        int | None, typer.Option(metavar="LINES", min=0, help="Begin with this many of the last lines of each pod.")
     ] = None,
     timestamps: Annotated[bool, typer.Option("--timestamps", help="Put the time before each line.")] = False,
     namespace: Namespace = None,
@@ -152,7 +154,7 @@ def suspend(
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until their ranks have saved and their pods are gone.")
     ] = True,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Stop waiting after this time.")] = 300.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Stop waiting after this time.")] = 300.0,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
@@ -181,7 +183,7 @@ def resume(
 def delete(
     jobs: Annotated[list[str], typer.Argument(metavar="JOB…", help="Names of jobs.")],
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until their pods are gone.")] = True,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Stop waiting after this time.")] = 300.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Stop waiting after this time.")] = 300.0,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,

@@ -24,7 +24,7 @@ from topkube.cli.cluster.log_options import LogOptions
 from topkube.cli.cluster.log_printers import Collector, Printer
 from topkube.cli.cluster.log_streams import LogSource, LogStreams, list_sources, read_lines
 from topkube.cli.cluster.watches import JobWatch
-from topkube.errors import ClusterError
+from topkube.errors import ClusterError, JobError
 
 POLL_SECONDS = 0.5
 """The longest wait for lines before the state of the job is checked again."""
@@ -85,6 +85,7 @@ class _Announced:
 
 def _show(api: Api, options: LogOptions, printer: Printer) -> int:
     job = find_job(api, options.job)
+    _check_workers(job, options)
     if options.follow and read_phase(job) not in FINISHED_PHASES:
         return _follow(api, options, job["metadata"].get("uid"), printer)
     sources = list_sources(list_pods(api, options.job, job["metadata"].get("uid"), options.workers), options)
@@ -97,6 +98,19 @@ def _show(api: Api, options: LogOptions, printer: Printer) -> int:
             f"{options.job} is {state}; its pods have printed nothing; next: topkube status {options.job}"
         )
     return find_exit_code(job) if options.follow else 0
+
+
+def _check_workers(job: dict[str, Any], options: LogOptions) -> None:
+    """Raise JobError if the options name a worker that the job does not have: its logs would never come."""
+    count = (job.get("spec") or {}).get("workers")
+    if not isinstance(count, int):
+        return
+    if absent := [index for index in options.workers or () if not 0 <= index < count]:
+        raise JobError(
+            f"{options.job} has no worker {absent[0]}",
+            cause=f"the indexes of its workers are 0 to {count - 1}",
+            next_step="pass one of these indexes as --worker",
+        )
 
 
 def _show_present_logs(api: Api, sources: list[LogSource], options: LogOptions, printer: Printer) -> bool:
