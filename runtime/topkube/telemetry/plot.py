@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from topkube.errors import TopKubeError
+from topkube.errors import ArgumentError, TopKubeError
 from topkube.installation import build_install_command
 from topkube.telemetry.history import PARTS, History
 from topkube.telemetry.summary import average_edge_losses, describe_mean
@@ -28,11 +28,23 @@ _ABOVE: Any = {
 MOST_POINTS = 400
 """The most columns of the time panel. Longer runs are averaged over neighbours."""
 
+ENDINGS = (".png", ".pdf", ".svg", ".svgz", ".eps", ".ps", ".jpg", ".jpeg", ".tif", ".tiff", ".webp")
+"""The formats that matplotlib writes."""
+
 Values = npt.NDArray[np.float64]
 
 
 class PlotError(TopKubeError, RuntimeError):
     """The plot could not be drawn. The run is not affected."""
+
+
+def check_ending(path: Path) -> None:
+    """Raise ArgumentError if the ending of `path` is no format of a plot: before the training, not after it."""
+    if path.suffix.lower() not in ENDINGS:
+        raise ArgumentError(
+            f"--plot {path}: the ending names no format of a picture",
+            next_step="pass a file that ends in .png, .pdf or .svg",
+        )
 
 
 def draw(history: History, path: Path, title: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from local_runs import SCRIPT, build_command, finish_run, list_living_processes, run_job, start_run, write_job
 
+from topkube.cli.app import run_app
 from topkube.job import TrainingJob
 from topkube.launch.run_directory import open_fresh_directory
 
@@ -39,6 +40,17 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> N
     assert "failed" in ended.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["firstFailure"]["rank"] == 3
     assert list_living_processes(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["plot.pgn", "plot"])
+def test_a_plot_without_a_format_is_refused_before_the_training(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert run_app(["run", "train.py", "--plot", name]) == 2
+    assert f"--plot {name}: the ending names no format" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> None:

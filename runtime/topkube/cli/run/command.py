@@ -32,6 +32,7 @@ from topkube.processors import count_cores
 from topkube.settings import Settings
 from topkube.telemetry.history import History
 from topkube.telemetry.loggers import check_loggers, find_log_folder
+from topkube.telemetry.plot import check_ending
 
 
 def run_job(options: RunOptions) -> int:
@@ -40,6 +41,8 @@ def run_job(options: RunOptions) -> int:
     job = load_job(options.target)
     if options.dry_run is not None:
         return _print_job(job, options.dry_run, options.target)
+    if options.plot is not None and options.draw:
+        check_ending(options.plot)
     loggers = check_loggers(options.target.loggers or "")
     mpi = mpi_library.find_mpi()
     with open_fresh_directory(options.run_directory, job, time.localtime()) as directory:
