@@ -152,6 +152,8 @@ def test_the_guide_describes_every_command() -> None:
 
 def test_values_that_the_docs_set_are_valid() -> None:
     text = "".join(page.read_text() for page in PAGES)
+    messages = "".join(path.read_text() for path in (ROOT / "charts/topkube/templates").rglob("*.*"))
+    assert not re.search(r"--set [\w.]+=\{", text + messages), "a shell makes several words of {a,b}: quote it"
     settings = [setting.replace("'", "") for setting in re.findall(r"--set ([\w.]+=[^\s`]+)", text)]
     assert len(settings) >= 4
     with helm.Chart.load(ROOT / "charts/topkube") as chart:

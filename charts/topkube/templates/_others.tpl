@@ -9,7 +9,7 @@
 {{- $other := printf "%s/%s" .metadata.namespace .metadata.name -}}
 {{- $theirs := get (.metadata.annotations | default dict) "topkube.dev/namespaces" | default "*" -}}
 {{- if or (eq $theirs "*") (not $mine) -}}
-{{- fail (printf "another operator, %s, looks after %s. Likely cause: TopKube is installed already. Next: upgrade that release, or give both different lists with --set namespaces={...}" $other (ternary "all namespaces" (printf "namespaces %s" $theirs) (eq $theirs "*"))) -}}
+{{- fail (printf "another operator, %s, looks after %s. Likely cause: TopKube is installed already. Next: upgrade that release, or give both different lists with --set namespaces='{...}'" $other (ternary "all namespaces" (printf "namespaces %s" $theirs) (eq $theirs "*"))) -}}
 {{- end -}}
 {{- range (splitList "," $theirs) -}}
 {{- if has . $mine -}}
