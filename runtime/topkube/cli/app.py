@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -457,6 +458,17 @@ def run_app(arguments: list[str], name: str = "topkube") -> int:
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as a shell reports it
     except BrokenPipeError:  # topkube … | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return 141  # 128 + SIGPIPE
+    except OSError as error:
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _discard_stdout()
+        print(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _discard_stdout() -> None:
+    """Drop what stdout still holds: Python would try to write it at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

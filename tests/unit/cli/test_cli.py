@@ -131,6 +131,15 @@ def test_an_encoding_without_some_characters_does_not_end_a_command(encoding: st
     assert b"?" in ended.stdout
 
 
+@pytest.mark.parametrize("words", [["crd"], ["settings"], ["plan", "-o", "json"]])
+def test_a_full_disk_under_the_output_is_an_error_without_a_traceback(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "topkube.cli", *words]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "error: the output cannot be written: No space left on device\n"
+
+
 def test_the_settings_command_shows_set_variables() -> None:
     environment = {**os.environ, "TOPKUBE_DENSITY": "0.125", "COLUMNS": "200"}
     command = [sys.executable, "-m", "topkube.cli", "settings"]
