@@ -101,15 +101,15 @@ class TrainingError(TopKubeError, RuntimeError):
 
 
 class CheckpointError(TopKubeError, RuntimeError):
-    """A checkpoint could not be written or read; the newest complete checkpoint still exists."""
+    """A checkpoint could not be written or read; the newest complete checkpoint still exists. `is_of_others` is True if
+    only other ranks have failed: the message names them, and their output has the reason."""
+
+    is_of_others = False
 
 
 class StorageError(CheckpointError):
     """The storage did not take a checkpoint: it is full, read-only, failing or does not answer, or the temporary folder
-    was removed. The previous checkpoint still exists, so training may continue. `is_of_others` is True if the storage
-    of this rank has not failed: the message names the ranks whose output has the reason."""
-
-    is_of_others = False
+    was removed. The previous checkpoint still exists, so training may continue."""
 
 
 class LaunchError(TopKubeError, RuntimeError):

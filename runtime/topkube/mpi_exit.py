@@ -13,8 +13,14 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any, NoReturn
+
+from topkube.errors import CheckpointError
+
+_REASON_SECONDS = 3.0
+"""How long a rank waits if only other ranks have the reason of its error: one of them prints it and ends all ranks."""
 
 _finalizes = False
 """True if this module calls MPI_Finalize instead of mpi4py."""
@@ -105,6 +111,8 @@ def _abort_on_exceptions(comm: Any) -> None:
     previous_hook, previous_thread_hook = sys.excepthook, threading.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, CheckpointError) and error.is_of_others:
+            time.sleep(_REASON_SECONDS)
         previous_hook(kind, error, trace)
         _abort(comm)
 

@@ -204,6 +204,20 @@ def raise_error(world: World) -> None:
     world.comm.recv(source=1)
 
 
+def raise_error_of_a_busy_rank(world: World) -> None:
+    """Rank 1 fails in a stage that ends with an error on all ranks, and is the last one to print it."""
+    from topkube.training.checkpoint.stages import Stages
+
+    def fail() -> None:
+        if world.rank == 1:
+            raise ValueError("the reason")
+
+    try:
+        Stages(world).run(fail, "the stage failed")
+    finally:
+        time.sleep(1.0 if world.rank == 1 else 0.0)
+
+
 def raise_error_and_shut_down(world: World) -> None:
     """Rank 1 does not wait for the other ranks, although `shutdown` waits for them otherwise."""
     try:
@@ -334,6 +348,7 @@ CASES: dict[str, Callable[[World], None]] = {
     "residual-on-one-rank": use_a_residual_on_one_rank,
     "long-types-differ": gather_types_with_long_names,
     "raises": raise_error,
+    "raises-on-a-busy-rank": raise_error_of_a_busy_rank,
     "raises-and-shuts-down": raise_error_and_shut_down,
     "raises-in-a-thread": raise_in_a_thread,
     "exits": exit_with_status,

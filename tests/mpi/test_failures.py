@@ -199,6 +199,7 @@ def test_a_lost_connection_is_reported_long_before_the_deadline(failing_world: F
         ("raises", "an error of rank 1"),
         ("raises-and-shuts-down", "an error of rank 1"),
         ("raises-in-a-thread", "an error in a thread"),
+        ("raises-on-a-busy-rank", "the reason"),
     ],
 )
 def test_a_failing_rank_ends_all_ranks(mpi: str, case: str, message: str, tmp_path: Path) -> None:

@@ -97,8 +97,7 @@ class Stages:
             cause="no space, no permission, or a directory that not all nodes share",
             next_step=f"read the output of {name_ranks(failed)}",
         )
-        if isinstance(failure, StorageError):
-            failure.is_of_others = True
+        failure.is_of_others = True
         raise failure
 
 
