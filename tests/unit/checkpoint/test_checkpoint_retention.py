@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +130,28 @@ def test_a_load_waits_for_a_file_that_is_not_visible_yet(
     monkeypatch.setattr(state_file.os, "listdir", listdir)
     assert load_value(tmp_path) == 2.0
     assert listings >= 3
+
+
+@pytest.mark.parametrize(("failures", "expected"), [(2, 2.0), (10**9, 1.0)])
+def test_storage_that_fails_for_some_seconds_is_no_damage(
+    failures: int, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients of network storage return EIO while its server restarts."""
+    save_value(claim_store(tmp_path), 10, 1.0)
+    save_value(claim_store(tmp_path), 20, 2.0)
+    open_path, failed = Path.open, 0
+
+    def open_or_fail(path: Path, *arguments: Any, **options: Any) -> object:
+        nonlocal failed
+        if path.parent.name == "step-00000020.run-00002" and path.suffix == ".pt" and failed < failures:
+            failed += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return open_path(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_or_fail)
+    monkeypatch.setattr(state_file, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(state_file, "SEEN_WITHIN_SECONDS", 1.0)
+    assert load_value(tmp_path) == expected
 
 
 def test_a_newer_format_with_other_fields_is_refused_and_left_alone(tmp_path: Path) -> None:

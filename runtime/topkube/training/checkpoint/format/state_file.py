@@ -31,7 +31,10 @@ _TORCHSCRIPT_RECORD = "constants.pkl"
 """A record that only archives of TorchScript have. Versions of torch before 2.6 run them, also with `weights_only`."""
 _UNSEEN = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _DAMAGE = (*_UNSEEN, errno.EIO)
-"""Read errors that a retry does not fix."""
+"""Read errors that mean damage if they do not pass."""
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
+"""Read errors of network storage whose server is away for some seconds. A bad disk returns the first one too."""
+_RETRY_SECONDS = 0.5
 
 
 class Damaged(Exception):
@@ -142,31 +145,39 @@ def write_state(path: Path, state: dict[str, Any], tally: Tally | None = None) -
 
 
 def read_state(path: Path, expected: FileDigest, tally: Tally | None = None) -> dict[str, Any]:
-    """Return the state that `write_state` wrote, decoded. Waits for a file that is not complete yet, for
-    SEEN_WITHIN_SECONDS. Raises Damaged if the file has changed since it was written, Cancelled, else OSError."""
+    """Return the state that `write_state` wrote, decoded. Waits for a file that is not complete yet, and for storage
+    that fails, for SEEN_WITHIN_SECONDS. Raises Damaged if the file has changed since it was written, Cancelled, else
+    OSError."""
     tally = tally or Tally()
     wait_until_seen(lambda: _read_size(path) == expected.bytes, path.parent)
+    end = time.monotonic() + SEEN_WITHIN_SECONDS
+    while True:
+        try:
+            return _read_once(path, expected, tally)
+        except OSError as error:
+            if error.errno not in _PASSING or time.monotonic() >= end:
+                raise _classify_error(error, path) from error
+        time.sleep(_RETRY_SECONDS)
+
+
+def _read_once(path: Path, expected: FileDigest, tally: Tally) -> dict[str, Any]:
+    """Return the state in a file, decoded. Raises as `read_state` does, but OSError for every error of the storage."""
     digest, count = xxhash.xxh3_64(), 0
-    try:
-        with path.open("rb") as file:
-            while data := file.read(_CHUNK):
-                digest.update(data)
-                count += len(data)
-                tally.count(len(data))
-    except OSError as error:
-        raise _classify_error(error, path) from error
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK):
+            digest.update(data)
+            count += len(data)
+            tally.count(len(data))
     if count != expected.bytes:
         raise Damaged(f"{path} has {count} bytes instead of {expected.bytes}")
     if digest.intdigest() != expected.digest:
         raise Damaged(f"{path} has changed since it was written")
     try:
         state = decode(_load(path, tally))
-    except (Cancelled, Damaged, MemoryError):
+    except (Cancelled, Damaged, MemoryError, OSError):
         raise
     except Undecodable as error:
         raise Damaged(f"{path} holds {error}") from error
-    except OSError as error:
-        raise _classify_error(error, path) from error
     except Exception as error:  # not a file of TopKube: torch raises errors of many kinds
         raise Damaged(f"{path} cannot be loaded: {error}") from error
     if not isinstance(state, dict):
