@@ -174,6 +174,27 @@ def test_storage_that_is_slow_to_sync_a_large_file_does_not_count_as_hanging(
     assert list_names(tmp_path) == ["step-00000001.run-00001"]
 
 
+def test_storage_that_is_slow_to_remove_a_checkpoint_does_not_count_as_hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = os.unlink
+
+    def unlink_slowly(path: Any, **options: Any) -> None:
+        time.sleep(0.2)
+        unlink(path, **options)
+
+    topkube.init()
+    world = dataclasses.replace(topkube.world.current(), deadline_seconds=1.0)
+    checkpoints = CheckpointStore(tmp_path, 1, world)
+    checkpoints.claim()
+    save_value(checkpoints, 1)
+    for number in range(12):
+        (tmp_path / "step-00000001.run-00001" / f"rank-{number:05d}.pt").touch()
+    monkeypatch.setattr(os, "unlink", unlink_slowly)
+    save_value(checkpoints, 2)
+    assert list_names(tmp_path) == ["step-00000002.run-00001"]
+
+
 def test_storage_that_does_not_answer_a_read_costs_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     topkube.init()
     save_value(claim_store(tmp_path), 1)

@@ -7,8 +7,9 @@ checkpoints are kept under another name. Checkpoints that this version cannot re
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from topkube.training.checkpoint.format.manifest import has_all_files, is_manifest_readable
@@ -34,8 +35,9 @@ class Retention:
         self._written.add(checkpoint)
         self.proven.add(checkpoint)
 
-    def apply(self) -> None:
-        """Rename damaged checkpoints and remove superseded checkpoints. If that fails, print a warning."""
+    def apply(self, note_progress: Callable[[], None] = lambda: None) -> None:
+        """Rename damaged checkpoints and remove superseded checkpoints. If that fails, print a warning. Calls
+        `note_progress` after each file that is removed."""
         checkpoints = list_published(self._directory)
         for checkpoint in self.damaged.intersection(checkpoints):
             self._set_aside(checkpoint)
@@ -46,7 +48,7 @@ class Retention:
         oldest_kept = self._find_oldest_kept(others)
         for checkpoint in others:
             if checkpoint < oldest_kept and (checkpoint in self._written or self._can_read(checkpoint)):
-                self._remove(checkpoint)
+                self._remove(checkpoint, note_progress)
 
     def _find_oldest_kept(self, checkpoints: Sequence[PublishedCheckpoint]) -> PublishedCheckpoint:
         """Return the checkpoint, of `checkpoints` from the oldest on, of which those before are superseded."""
@@ -89,7 +91,7 @@ class Retention:
         self.damaged.discard(checkpoint)
         warn(f"the damaged checkpoint {path} is kept as {checkpoint.set_aside_name}; remove it when you do not need it")
 
-    def _remove(self, checkpoint: PublishedCheckpoint) -> None:
+    def _remove(self, checkpoint: PublishedCheckpoint, note_progress: Callable[[], None]) -> None:
         """Rename the checkpoint to a hidden name, then remove it: a published checkpoint without some of its
         files would look damaged."""
         path, hidden = self._directory / checkpoint.name, self._directory / checkpoint.hidden_name
@@ -98,4 +100,8 @@ class Retention:
         except OSError as error:
             warn(f"the old checkpoint {path} cannot be removed: {error.strerror}")
             return
+        with contextlib.suppress(OSError):
+            for file in hidden.iterdir():
+                file.unlink()
+                note_progress()
         shutil.rmtree(hidden, ignore_errors=True)

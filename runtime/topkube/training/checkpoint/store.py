@@ -212,7 +212,7 @@ class CheckpointStore:
         save.folder.rename(self.directory / checkpoint.name)
         sync_directory(self.directory)
         self._retention.note_written(checkpoint)
-        self._retention.apply()
+        self._retention.apply(lambda: save.tally.count(1))
 
     def _wait(self, save: Save) -> None:
         """Wait until the stage is done on all ranks. Raises StorageError on all ranks if no rank writes anything for

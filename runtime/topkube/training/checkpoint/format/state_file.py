@@ -55,8 +55,8 @@ class FileDigest:
 
 @dataclass
 class Tally:
-    """The bytes that a save has written, or a load has read, so far. A thread that writes or reads stops soon after
-    `cancelled` is set."""
+    """The bytes that a save has written, or a load has read, so far; a file that is removed counts as one. A thread
+    that writes or reads stops soon after `cancelled` is set."""
 
     bytes: int = 0
     cancelled: bool = False
