@@ -102,8 +102,16 @@ def assess_attempt(attempt: AttemptPods, observed: Observed, now: datetime) -> V
         wait = timedelta(seconds=observed.policy.verdict_seconds if is_running else observed.policy.verdict_seconds / 4)
         has_succeeded = first_dead.pod is not None and first_dead.pod.has_succeeded
         due = first_dead.since + (_AFTER_SUCCESS if has_succeeded else wait)
+        if _is_ahead(first_dead.since, now) and not has_succeeded:
+            due = now
         return _build_failed_verdict(first_dead.failure) if now >= due else Verdict("running", until=due)
     return _assess_rendezvous(attempt, observed, now)
+
+
+def _is_ahead(time: datetime, now: datetime) -> bool:
+    """Return True if a node reports a time in the future, because its clock is ahead. A wait that begins at such a time
+    could take hours."""
+    return time > now + _CLOCK_DIFFERENCE
 
 
 def build_deadline_failure(seconds: int, attempt: AttemptPods, observed: Observed) -> Failure:
@@ -132,6 +140,8 @@ def _assess_failed_launcher(
     launcher, container = attempt.launcher, attempt.launcher_container
     assert launcher is not None
     ended = container.ended or now
+    is_ahead = _is_ahead(ended, now)
+    ended = now if is_ahead else ended
     reported = ending.first_failure if ending else None
     disruption = _find_causing_disruption(attempt, observed, ended, reported)
     if disruption is not None:
@@ -156,7 +166,7 @@ def _assess_failed_launcher(
     elif pod is not None and reported.reason == "WorkerLost":
         # The launcher lost a worker that its kubelet still reports as running. Within _SETTLE the kubelet reports the
         # end of the worker, or Kubernetes reports the node as lost. Otherwise the network was interrupted.
-        if now < ended + _SETTLE:
+        if now < ended + _SETTLE and not is_ahead:
             return Verdict("running", until=ended + _SETTLE)
         failure = replace(failure, disruption=True, lost=frozenset([pod.name]))
     return _build_failed_verdict(failure)

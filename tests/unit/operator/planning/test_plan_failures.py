@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -94,6 +95,23 @@ def test_a_rank_killed_for_memory_in_a_living_pod_is_reported_and_the_pod_stays(
     expected = {**failure, "node": "node-a", "message": "ended by signal 9 (exit code 137)"}
     assert world.status["firstFailure"] == expected
     assert "train-worker-1-1-uid-1" in world.pods
+
+
+def test_a_clock_of_a_node_that_is_ahead_does_not_delay_the_next_attempt() -> None:
+    """The next attempt began when the operator's clock had reached the time of the node: an hour later."""
+    for lost in (True, False):
+        world = start_running_job()
+        now = world.now
+        world.now = now + timedelta(hours=1)
+        if lost:
+            failure = {"pod": "train-worker-1-1-uid-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"}
+            world.end_launcher(1, failure)
+        else:  # the launcher hangs
+            world.end("train-worker-1-1-uid-1", 1)
+        world.now = now
+        world.report = None
+        world.reconcile()
+        assert world.status["attempt"] == 2
 
 
 def test_a_lost_worker_is_replaced_though_its_pod_looks_alive() -> None:
