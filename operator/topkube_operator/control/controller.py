@@ -34,7 +34,9 @@ _MAX_ROUNDS = 12
 _ORPHAN_PAUSE_SECONDS = 60.0
 """The least seconds until orphans are released again after a failure."""
 _CHECK_SECONDS = 0.5
-"""How often a replica checks if it may take up postponed jobs."""
+"""How often a replica checks if it may take up postponed jobs, and if pods belong to no job."""
+_OWNERLESS_AT_ONCE = 10
+"""The most pods without a job that are released at each check."""
 
 
 class Controller:
@@ -54,6 +56,8 @@ class Controller:
         self._uids: dict[Key, str] = {}
         self._postponed: set[Key] = set()
         """Jobs that became due while this replica was not allowed to write."""
+        self._ownerless_from = 0.0
+        """The time (monotonic) from which finalizers of pods without a job may be removed."""
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
@@ -133,12 +137,29 @@ class Controller:
 
     def _resume_postponed(self) -> None:
         """Make postponed jobs due when this replica may write: it leads and has listed everything, or a late renewal of
-        its Lease has succeeded. No event would wake these jobs."""
+        its Lease has succeeded. No event would wake these jobs. Release pods that belong to no job."""
         while not self._stopped.wait(_CHECK_SECONDS):
             if self._postponed and self._is_acting():
                 with self._lock:
                     keys, self._postponed = self._postponed, set()
                 self.wake(keys)
+            self._release_ownerless_pods()
+
+    def _release_ownerless_pods(self) -> None:
+        """Remove our finalizer from pods that belong to no job, a few at a time: otherwise nothing would ever remove
+        it, and neither the pods nor their namespace could be deleted."""
+        ownerless_pods = self._cache.list_ownerless_pods()[:_OWNERLESS_AT_ONCE]
+        if not ownerless_pods or time.monotonic() < self._ownerless_from or not self._is_acting():
+            return
+        try:
+            for (namespace, name), uid in ownerless_pods:
+                self._executor.children.release((namespace, name), [Release(name, uid)])
+        except ApiError as error:
+            self._ownerless_from = time.monotonic() + max(_ORPHAN_PAUSE_SECONDS, error.wait)
+            _log.warning("pods that belong to no job keep their finalizers for now: %s", error)
+        except Exception:
+            self._ownerless_from = time.monotonic() + _ORPHAN_PAUSE_SECONDS
+            _log.exception("pods that belong to no job keep their finalizers for now")
 
     def _back_off(self, key: Key) -> float:
         """Count a failure of the job. Return the seconds until the next try."""

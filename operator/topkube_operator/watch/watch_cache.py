@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from topkube_operator.model import names
 from topkube_operator.model.observed import Child, LauncherReport, Observed, Pod, Policy, Trouble
 from topkube_operator.watch.known_caches import KnownCaches
 from topkube_operator.watch.known_children import Entry, KnownChildren, Name
@@ -32,6 +33,8 @@ class WatchCache:
         self._nodes = KnownNodes(fault_conditions)
         self._caches = KnownCaches()
         self._removals = Removals()
+        self._ownerless: dict[Name, str] = {}
+        """The UIDs of pods that have our finalizer and no TrainingJob as their controller."""
         self._observer = Observer(self._jobs, self._children, self._nodes, self._caches, self._removals)
 
     # Jobs.
@@ -73,6 +76,8 @@ class WatchCache:
         owner = find_owner(manifest)
         name, uid = (metadata["namespace"], metadata["name"]), metadata["uid"]
         with self._lock:
+            if kind == "Pod":
+                self._note_ownerless(name, uid, owner is None and names.ENDING in (metadata.get("finalizers") or ()))
             known = self._children.find(kind, name)
             if owner is None:  # the object never was a child, or somebody has removed its owner
                 if known is None or known.version >= read_version(metadata):
@@ -89,6 +94,8 @@ class WatchCache:
     def remove(self, kind: str, name: Name, uid: str) -> Key | None:
         """Forget a child. Return the key of the job whose state has changed; None if nothing has changed."""
         with self._lock:
+            if kind == "Pod" and self._ownerless.get(name) == uid:
+                del self._ownerless[name]
             known = self._children.find(kind, name)
             if known is None or known.uid != uid:
                 self._removals.add(uid, None, name[1])
@@ -139,6 +146,18 @@ class WatchCache:
         with self._lock:
             pods = self._children.find_pods(key)
         return [(owner, pod) for owner, pod in pods if owner.uid != uid and pod.has_finalizer]
+
+    def list_ownerless_pods(self) -> list[tuple[Name, str]]:
+        """Return name and UID of the pods that have our finalizer and belong to no job. Their jobs were deleted with
+        `--cascade=orphan`, or somebody has removed the owner references."""
+        with self._lock:
+            return list(self._ownerless.items())
+
+    def _note_ownerless(self, name: Name, uid: str, is_ownerless: bool) -> None:
+        if is_ownerless and uid not in self._removals:
+            self._ownerless[name] = uid
+        else:
+            self._ownerless.pop(name, None)
 
     # Nodes.
 

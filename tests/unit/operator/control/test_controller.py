@@ -265,6 +265,22 @@ def test_pods_of_a_job_that_was_deleted_while_no_operator_ran_are_released_witho
     wait_until(lambda: names.ENDING not in replica.server.get("Pod", "team", LAUNCHER_POD)["metadata"]["finalizers"])
 
 
+def test_a_launcher_whose_owner_reference_somebody_removed_is_released(replica: Replica) -> None:
+    """Its job was deleted with --cascade=orphan while no operator ran. The pod, and its namespace, stayed for ever."""
+    replica.create_job()
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
+    wait_until(replica.is_idle)
+    pod = replica.server.get("Pod", "team", LAUNCHER_POD)
+    del pod["metadata"]["ownerReferences"]
+    pod["metadata"]["finalizers"].append("example.com/other")
+    replica.cache.remove_job(KEY, "uid-of-train")
+    replica.cache.put("Pod", replica.server.store(pod))
+    wait_until(
+        lambda: replica.server.get("Pod", "team", LAUNCHER_POD)["metadata"]["finalizers"] == ["example.com/other"]
+    )
+    wait_until(lambda: not replica.cache.list_ownerless_pods())
+
+
 def test_without_the_right_to_patch_pods_a_job_continues(replica: Replica) -> None:
     """The operator is newer than its roles."""
 

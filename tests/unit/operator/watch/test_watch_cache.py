@@ -231,6 +231,25 @@ def test_the_jobs_on_a_node_are_found_without_a_look_at_all_pods(monkeypatch: py
     assert not cache._children._on_node
 
 
+def test_pods_with_our_finalizer_and_without_a_job_are_known() -> None:
+    cache = WatchCache()
+    pod = build_child("launcher", 2)
+    pod["metadata"]["finalizers"] = [names.ENDING]
+    cache.put("Pod", pod)
+    assert cache.list_ownerless_pods() == []
+    references = pod["metadata"].pop("ownerReferences")
+    pod["metadata"]["resourceVersion"] = "3"
+    cache.put("Pod", pod)
+    assert cache.list_ownerless_pods() == [(("team", "launcher"), "uid-of-launcher")]
+    cache.put("Pod", {"metadata": {**pod["metadata"], "ownerReferences": references, "resourceVersion": "4"}})
+    assert cache.list_ownerless_pods() == []
+    cache.put("Pod", pod)
+    cache.remove("Pod", ("team", "launcher"), "uid-of-launcher")
+    assert cache.list_ownerless_pods() == []
+    cache.put("Pod", pod)
+    assert cache.list_ownerless_pods() == [], "a late message"
+
+
 def test_the_launchers_of_a_job_are_known() -> None:
     cache, owner = WatchCache(), Owner("team", "train", "uid-1")
     launcher, colocated = build_child("launcher-1", 2), build_child("worker-0-2", 3)
