@@ -327,10 +327,10 @@ class _Exchange:
         density = values.density_at(bucket.step)
         residual = self._residuals.get(bucket.index)
         if residual is None or len(residual.values) != length:
-            residual = _Residual(torch.zeros(length), bucket.loss_scale)
+            residual = _Residual(torch.zeros(length, dtype=torch.float32), bucket.loss_scale)
         residual.rescale(bucket.loss_scale)
         entries = entries_kept(length, density)
-        pending = torch.empty(length)
+        pending = torch.empty(length, dtype=torch.float32)
         with phases.current.timed("select"), self._set_aside(unused, shard, residual.values, pending):
             places, chosen = kernels.compress_(shard, residual.values, entries, out=pending)
             payload = kernels.encode(places, chosen, length, wire=values.wire, residual=pending)
@@ -340,7 +340,7 @@ class _Exchange:
         with phases.current.timed("inter"):
             _all_gather(received.view(-1), row_bytes, group=self._across)
         phases.current.sent(inter=(self._nodes - 1) * len(row_bytes))
-        total = torch.zeros(length)
+        total = torch.zeros(length, dtype=torch.float32)
         for row in received:
             kernels.decode_add_(total, row)
         return total

@@ -287,6 +287,28 @@ def reentrant_checkpoint_and_scaler() -> float:
     return train_with_checkpoints(True, 4.0)
 
 
+# ---- default dtypes
+
+
+@case
+def other_default_dtypes() -> list[list[float]]:
+    """Return the gradients of three steps, added up, for each default dtype of the script."""
+    totals = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            model, total = hook_model(build_layer().float()), torch.zeros(8, dtype=torch.float32)
+            for step in range(3):
+                model.zero_grad()
+                x = torch.arange(8, dtype=torch.float32) + step * dist.get_rank()
+                model(x).sum().backward()
+                total += model.module.weight.grad[0]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        totals.append(total.tolist())
+    return totals
+
+
 # ---- errors
 
 

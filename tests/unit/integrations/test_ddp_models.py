@@ -87,6 +87,11 @@ def test_the_factor_of_a_scaler_must_be_known(cases: Cases) -> None:
     check_errors(cases["reentrant_checkpoint_and_scaler"], TrainingError, "use_reentrant=False")
 
 
+def test_the_default_dtype_of_the_script_does_not_matter(cases: Cases) -> None:
+    for usual, *others in cases["other_default_dtypes"]:
+        assert others == [usual, usual]
+
+
 def test_sparse_gradients_are_refused(cases: Cases) -> None:
     check_errors(cases["sparse_embedding"], TrainingError, "sparse=False")
 
