@@ -7,7 +7,7 @@ import torch
 from topkube.errors import TrainingError
 from topkube.training.batches.uneven_batches import UnevenBatches
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
-from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.reduction.residuals import Residuals
 
 
@@ -26,6 +26,7 @@ class Accumulation:
     def begin_backward(self) -> None:
         """Undo the exchanges of gradients that the script has discarded, and read the factor of the announced batch."""
         self._undo_discarded()
+        self._take_assigned()
         self._scale = self._batches.find_scale()
         self._weigh_assigned()
 
@@ -104,9 +105,22 @@ class Accumulation:
             if parameter.tensor.grad is None:
                 parameter.is_aggregated, parameter.stash = False, None
             elif not parameter.holds_delivered:
-                parameter.is_aggregated = False
                 parameter.has_rows = parameter.has_rows or parameter.tensor.grad.is_sparse
+        self._take_assigned()
         self._weigh_assigned()
+
+    def _take_assigned(self) -> None:
+        """Take the gradients that the script assigned as this rank's own, also those of parameters that this backward
+        does not use. Copy views that cannot be written: expanded tensors, and tensors that torch conjugates or negates
+        when they are read."""
+        for parameter in self._parameters:
+            gradient = parameter.tensor.grad
+            if gradient is None or parameter.holds_delivered:
+                continue
+            parameter.is_aggregated = False
+            if _is_lazy_view(gradient):
+                resolved = gradient.detach().resolve_conj().resolve_neg()
+                parameter.replace_gradient(resolved.clone(memory_format=torch.contiguous_format))
 
     def _weigh_assigned(self) -> None:
         """Scale the gradients that the script assigned and that no backward has scaled since the last exchange."""
@@ -153,3 +167,12 @@ class Accumulation:
     def _note_used(self) -> None:
         for parameter in self._parameters:
             parameter.is_exchanged = False
+
+
+def _is_lazy_view(gradient: torch.Tensor) -> bool:
+    """Return True if several elements of a strided tensor have one place in memory, or if its memory holds the
+    conjugates or the negatives of its values."""
+    if is_sharded(gradient) or gradient.layout is not torch.strided:
+        return False
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
+    return is_expanded or gradient.is_conj() or gradient.is_neg()

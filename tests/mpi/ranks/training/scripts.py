@@ -210,6 +210,28 @@ def case_gradients_that_a_script_changes_after_the_exchange_are_its_own(world: W
     assert_close(model, reference)
 
 
+def case_gradients_that_a_script_replaces_add_up_with_those_of_some_ranks(world: World) -> None:
+    """Between two exchanges, the script replaces the means; only one rank uses all parameters after that."""
+    model, reference = build_network(), build_network()
+    optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
+    for step in range(3):
+        x, y = draw_samples(4 * topkube.size(), step)
+        compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+        compute_loss(reference, x, y).backward()
+        for network in (model, reference):
+            for parameter in network.parameters():
+                parameter.grad = parameter.grad * 0.5
+        own, first = take_own_part(x), x[:: topkube.size()]
+        (model(own).mean() if topkube.rank() == 0 else model[0](own).mean()).backward()
+        others = [reference[0](x[rank :: topkube.size()]).mean() for rank in range(1, topkube.size())]
+        (sum(others, reference(first).mean()) / topkube.size()).backward()
+        for each_optimizer in (optimizer, plain):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
+    assert_close(model, reference)
+    assert are_equal_on_all_ranks(copy_weights(model))
+
+
 class NoGradient(torch.autograd.Function):
     """A function whose second input gets no gradient."""
 

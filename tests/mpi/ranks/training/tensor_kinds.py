@@ -213,3 +213,31 @@ def case_a_complex_weight_trains_through_its_conjugate(world: World) -> None:
     (weight.conj() * (topkube.rank() + 1j)).sum().abs().backward()
     optimizer.step()
     assert are_equal_on_all_ranks([torch.view_as_real(weight)])
+
+
+def case_assigned_gradients_may_be_expanded_or_conjugated(world: World) -> None:
+    """Such views cannot be written: the mean arrives in a copy. One weight has a gradient of backward too."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expanded, self.backward_too = nn.Parameter(torch.ones(40, 30)), nn.Parameter(torch.ones(40, 30))
+            self.wave = nn.Parameter(torch.ones(40, 30, dtype=torch.complex64))
+
+    mean = (world.size - 1) / 2
+    for by_backward in (False, True):
+        model = Weights()
+        optimizer = build_optimizer(model, build_plain_sgd)
+        for _ in range(2):
+            model.expanded.grad = torch.tensor([float(world.rank)]).expand(40, 30)
+            model.wave.grad = torch.full((40, 30), world.rank * 1j, dtype=torch.complex64).conj()
+            if by_backward:
+                model.backward_too.sum().backward()
+            else:
+                optimizer.synchronize()
+            assert model.expanded.grad.eq(mean).all()
+            assert model.wave.grad.eq(-mean * 1j).all()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.expanded.eq(1 - 2 * mean).all()
+        optimizer.unwrap()
