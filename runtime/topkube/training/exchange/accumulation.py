@@ -138,10 +138,10 @@ class Accumulation:
         """Undo the exchanges of gradients that the script has discarded since: it has set some of them to None, or all
         of them to None or zeros."""
         for parameter in self._parameters:
-            if parameter.stash is not None and parameter.is_zero:
+            if parameter.stash is not None and parameter.is_discarded:
                 parameter.stash = None
         if self._residuals.are_tentative:
-            if all(parameter.is_zero for parameter in self._parameters):
+            if all(parameter.is_discarded for parameter in self._parameters):
                 self._residuals.discard()
             else:
                 self._residuals.discard_parameters(lambda parameter: parameter.tensor.grad is None)

@@ -276,6 +276,8 @@ class Backward:
             self.queue.step_trace.end_gradients()
         for parameter in self.parameters if self._hooks.expected.are_only_read else self._untouched:
             parameter.copy_shared_gradient()
+            if parameter.stash is not None and not self.synchronizes:
+                parameter.note_zeros()
         self._untouched.clear()
         if self.synchronizes:
             self._exchange_all()

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from ranks.training.scene import (
     build_optimizer,
     build_plain_sgd,
     build_sgd,
+    check_conservation,
     compute_loss,
     copy_weights,
     draw_samples,
@@ -230,6 +232,34 @@ def case_gradients_that_a_script_replaces_add_up_with_those_of_some_ranks(world:
             each_optimizer.zero_grad()
     assert_close(model, reference)
     assert are_equal_on_all_ranks(copy_weights(model))
+
+
+def case_a_rank_with_gradients_of_zero_keeps_the_means_of_an_earlier_exchange(world: World) -> None:
+    """Between two exchanges of a step, a backward under no_sync() leaves zeros on rank 0, and on no other rank."""
+    for options in ({}, {"aggregation": "hitopk", "density": 1.0}, SPARSE):
+        model, reference = build_network(), build_network()
+        optimizer, plain = build_optimizer(model, build_plain_sgd, **options), build_plain_sgd(reference.parameters())
+        with check_conservation(model, optimizer) as count:
+            for step in range(3):
+                batches = [draw_samples(4 * topkube.size(), 10 * step + n) for n in range(3)]
+                losses = []
+                for number, (x, y) in enumerate(batches):
+                    weight = float(number != 1 or topkube.rank() > 0)
+                    with optimizer.no_sync() if number == 1 else nullcontext():
+                        shrink(compute_loss(model, take_own_part(x), take_own_part(y)) * weight).backward()
+                    parts = range(number == 1, topkube.size())
+                    own = [(x[rank :: topkube.size()], y[rank :: topkube.size()]) for rank in parts]
+                    losses.append(own)
+                for network in (model, reference):
+                    pairs = [pair for own in losses for pair in own]
+                    total = sum((compute_loss(network, *pair) for pair in pairs), torch.zeros(())) / topkube.size()
+                    count(shrink(total)) if network is model else shrink(total).backward()
+                for each_optimizer in (optimizer, plain):
+                    each_optimizer.step()
+                    each_optimizer.zero_grad()
+        if options is not SPARSE:
+            assert_close(model, reference)
+        optimizer.unwrap()
 
 
 class NoGradient(torch.autograd.Function):

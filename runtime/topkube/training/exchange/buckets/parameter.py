@@ -72,6 +72,8 @@ class Parameter:
     grad_was_none: bool = False
     """True if `.grad` was None before this gradient: torch may then keep the gradient's own tensor as `.grad`."""
     _delivered: weakref.ref[torch.Tensor] | None = None
+    _version_of_zeros: int | None = None
+    """The version of `.grad` if batches under `no_sync()` have left it zero; None if they have not."""
 
     def __post_init__(self) -> None:
         self.length = view_real(self.tensor.detach()).numel()
@@ -94,6 +96,7 @@ class Parameter:
         gradient = self.tensor.grad
         assert gradient is not None
         self.is_aggregated, self.stash, self.is_exchanged = True, None, True
+        self._version_of_zeros = None
         if is_written:
             torch.autograd.graph.increment_version(gradient)  # a kernel may have written it without torch
         self._delivered = weakref.ref(gradient)
@@ -108,6 +111,20 @@ class Parameter:
         """True if there is no gradient, or if all of it is zero. Reads the gradient."""
         gradient = self.tensor.grad
         return gradient is None or not bool((gradient._values() if gradient.is_sparse else gradient).any())
+
+    @property
+    def is_discarded(self) -> bool:
+        """True if the script has set `.grad` to None, or has written zeros. A gradient that was zero from the start
+        does not count: that of a batch of weight zero, or of a part of the model that a batch does not need. Reads the
+        gradient."""
+        gradient = self.tensor.grad
+        return self.is_zero and (gradient is None or gradient._version != self._version_of_zeros)
+
+    def note_zeros(self) -> None:
+        """Note if `.grad` is zero after a backward under `no_sync()`, while the means of an earlier exchange are set
+        aside. Reads the gradient."""
+        gradient = self.tensor.grad
+        self._version_of_zeros = gradient._version if gradient is not None and self.is_zero else None
 
     def copy_shared_gradient(self, arrived: torch.Tensor | None = None) -> None:
         """Copy `.grad` if other tensors use its memory: torch keeps the tensor that backward computes, which can be a
@@ -129,4 +146,4 @@ class Parameter:
     def forget(self) -> None:
         """Note that the gradient was zeroed."""
         self.is_aggregated = self.is_exchanged = self.is_deferred = False
-        self.stash = self._delivered = None
+        self.stash = self._delivered = self._version_of_zeros = None
