@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from topkube.errors import TrainingError
+from topkube.training.exchange.autograd.ddp_models import find_ddp_models
 
 
 class HookedModel:
@@ -55,7 +54,7 @@ class HookedModel:
 
     def _find(self, parameter: torch.Tensor) -> None:
         """Find the model that has `parameter`, and note its parameters and options."""
-        models = _find_models(parameter)
+        models = find_ddp_models([parameter])
         for model in models:
             self._add(list(model.parameters()))
         self._is_found = bool(models)
@@ -100,13 +99,3 @@ def _build_note(parameter: torch.Tensor, used: set[int]) -> Callable[[torch.Tens
             used.add(key)
 
     return note
-
-
-def _find_models(parameter: torch.Tensor) -> list[DistributedDataParallel]:
-    """Return the models that have `parameter`: usually one of them."""
-    classes: list[type[DistributedDataParallel]] = [DistributedDataParallel]
-    for model_class in classes:  # the list grows during the loop
-        classes += model_class.__subclasses__()
-    kinds = set(classes)
-    models = [candidate for candidate in gc.get_objects() if type(candidate) in kinds]
-    return [model for model in models if any(own is parameter for own in model.parameters())]

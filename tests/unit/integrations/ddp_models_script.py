@@ -216,11 +216,11 @@ def unused_because_frozen() -> Any:
 
 @case
 def unused_in_a_model_that_gc_does_not_list() -> Any:
-    find_models, ddp_model._find_models = ddp_model._find_models, lambda parameter: []
+    find_models, ddp_model.find_ddp_models = ddp_model.find_ddp_models, lambda parameters: []
     try:
         return train_parts(is_fourth)
     finally:
-        ddp_model._find_models = find_models
+        ddp_model.find_ddp_models = find_models
 
 
 @case

@@ -20,6 +20,7 @@ from topkube.training.batches.uneven_batches import UnevenBatches
 from topkube.training.exchange.accumulation import Accumulation
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.autograd.backward_pass import current_pass
+from topkube.training.exchange.autograd.ddp_models import refuse_ddp_models
 from topkube.training.exchange.autograd.gradient_hooks import GradientHooks
 from topkube.training.exchange.bucket_queue import BucketQueue
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
@@ -228,6 +229,8 @@ class Backward:
     def begin(self) -> None:
         """Begin a backward pass of this optimizer, before its first gradient is accumulated."""
         self._task = torch._C._current_graph_task_id()
+        if not self.plan.is_agreed:
+            refuse_ddp_models(parameter.tensor for parameter in self.parameters)
         self._first_gradient = time.perf_counter()
         self.batches.note_forward_end(self._first_gradient)
         if self.queue.step_trace is not None:

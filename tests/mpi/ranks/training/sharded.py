@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import topkube
-from ranks.training.scene import build_network, build_sgd, compute_loss, draw_samples, take_own_part
+from ranks.training.scene import (
+    assert_close,
+    build_network,
+    build_optimizer,
+    build_sgd,
+    compute_loss,
+    draw_samples,
+    take_own_part,
+)
 from topkube.errors import ArgumentError, TrainingError
 from topkube.world import World
 
@@ -108,3 +116,26 @@ def case_tensor_parallel_inside_and_topkube_between_nodes(world: World) -> None:
                 each_optimizer.zero_grad()
         for a, b in zip(block.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(gather_full(a), b, rtol=2e-5, atol=2e-5)
+
+
+def case_a_model_in_ddp_is_refused_while_ddp_exchanges_gradients(world: World) -> None:
+    """DDP writes its own means into `.grad` when backward ends. Under its no_sync(), it exchanges nothing."""
+    with open_node_group(world):
+        model = build_network()
+        optimizer, in_ddp = build_optimizer(model), nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(TrainingError, match=r"delete the DistributedDataParallel around it.*topkube\.ddp_hook"):
+            compute_loss(in_ddp, *draw_samples(4)).backward()
+        optimizer.unwrap()
+
+        model, reference = build_network(), build_network()
+        in_ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
+        for step in range(3):
+            x, y = draw_samples(4 * world.size, step)
+            with in_ddp.no_sync():
+                compute_loss(in_ddp, take_own_part(x), take_own_part(y)).backward()
+            compute_loss(reference, x, y).backward()
+            for each_optimizer in (optimizer, plain):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
+        assert_close(model, reference)
