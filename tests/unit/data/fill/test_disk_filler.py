@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from openers import PATIENT, Opener, wait_until
@@ -49,6 +50,18 @@ def test_a_shard_that_could_not_be_fetched_is_not_awaited_until_all_others_are(
         held.release.set()
 
 
+def record_choices(filler: Any) -> list[int]:
+    """Return a list that gets the shards that the filler chooses from now on, in order."""
+    chosen, choose = list[int](), filler._choose_next
+
+    def choose_and_record() -> int:
+        chosen.append(choose())
+        return chosen[-1]
+
+    filler._choose_next = choose_and_record
+    return chosen
+
+
 def test_a_shard_for_which_a_reader_waits_is_fetched_next(remote: RemoteServer, open_dataset: Opener) -> None:
     held = HeldRemote(remote)
     dataset = open_dataset(remote.uri, decode=RECORD, patience=PATIENT, wait_seconds=60)
@@ -57,12 +70,13 @@ def test_a_shard_for_which_a_reader_waits_is_fetched_next(remote: RemoteServer, 
         try:
             wait_until(lambda: dataset.node_state.list_requested() == [SHARDS - 1])
             wait_until(lambda: len(held.order) == THREADS)
+            chosen = record_choices(dataset.filler)
         finally:
             held.release.set()
         np.testing.assert_array_equal(sample.result(), held.data[-1])
-    assert held.order[THREADS] == f"{SHARDS - 1:03}.tar"
     assert dataset.filler is not None
     dataset.filler.wait()
+    assert chosen == [SHARDS - 1, *range(THREADS, SHARDS - 1)]
     assert sorted(held.order) == [f"{number:03}.tar" for number in range(SHARDS)]
 
 
