@@ -27,6 +27,8 @@ _END_SECONDS = 3.0
 """The time that the process has to end after SIGTERM."""
 _ANSWER_SECONDS = 2.0
 """The longest wait for the last report of an attempt."""
+_FIRST_ANSWER_SECONDS = 10.0
+"""The longest time from the start of the process to its first report: on a busy node, the start takes some seconds."""
 _NICENESS = 5
 """The process runs at a lower priority than the ranks."""
 REPORT_FILE, _REQUEST_FILE = "dataset.json", "dataset.asked"
@@ -83,7 +85,8 @@ class DatasetProcess:
 
     def has_final_report(self) -> bool:
         """Return True if the report is younger than the end of the attempt. The first call asks for a report. Without
-        an answer, the method returns True after `_ANSWER_SECONDS`."""
+        an answer, the method returns True after `_ANSWER_SECONDS`; or if the process has never reported,
+        `_FIRST_ANSWER_SECONDS` after its start at the earliest."""
         if self._process is None or self._process.poll() is not None:
             return True
         if self._request is None:
@@ -91,7 +94,10 @@ class DatasetProcess:
             with contextlib.suppress(OSError):
                 self._request_file.write_text(self._request[0], encoding="utf-8")
         token, since = self._request
-        if self.read_report().get("asked") != token and time.monotonic() - since < _ANSWER_SECONDS:
+        report, deadline = self.read_report(), since + _ANSWER_SECONDS
+        if not report:
+            deadline = max(deadline, self._start_time + _FIRST_ANSWER_SECONDS)
+        if report.get("asked") != token and time.monotonic() < deadline:
             return False
         self._request = None
         return True
