@@ -41,8 +41,8 @@ def time_memory(kind: str, length: int, barrier: Callable[[], None]) -> dict[str
 def time_link(network: Network, sizes: list[int]) -> dict[str, Any]:
     """Return the seconds in which node 0 and node 1 send each other `size` bytes at the same time, like collectives:
     the median for each size, and the round trip of one byte."""
-    stream = start_stream(*network.nodes[:2], sizes)
-    return finish_stream(*stream)
+    first, second = network.nodes[:2]
+    return finish_stream(*start_stream(first, second, sizes))
 
 
 def start_stream(first: Node, second: Node, sizes: list[int]) -> tuple[subprocess.Popen[str], subprocess.Popen[bytes]]:
