@@ -300,3 +300,6 @@ class Backward:
     def _exchange_all(self) -> None:
         self._end.run(self._seen, self.late, self._hooks.are_deferred)
         self.has_unsynchronized = False
+        for parameter in self.parameters:
+            if not parameter.length:
+                parameter.add_empty_gradient()

@@ -241,3 +241,28 @@ def case_assigned_gradients_may_be_expanded_or_conjugated(world: World) -> None:
             optimizer.zero_grad()
         assert model.expanded.eq(1 - 2 * mean).all()
         optimizer.unwrap()
+
+
+def case_a_parameter_without_elements_has_a_gradient_on_all_ranks(world: World) -> None:
+    """Otherwise, sums over all gradients have other terms on ranks that did not use it."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty, self.weight = nn.Parameter(torch.zeros(0, 8)), nn.Parameter(torch.ones(40))
+            self.frozen = nn.Parameter(torch.zeros(0), requires_grad=False)
+
+    model = Weights()
+    optimizer = build_optimizer(model, build_plain_sgd)
+    for step in range(3):
+        loss = model.weight.sum()
+        if world.rank == step % world.size:
+            loss = loss + model.empty.sum()
+        loss.backward()
+        assert model.empty.grad is not None
+        assert model.empty.grad.shape == (0, 8)
+        assert model.frozen.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    assert are_equal_on_all_ranks(copy_weights(model))
+    optimizer.unwrap()

@@ -126,6 +126,14 @@ class Parameter:
         gradient = self.tensor.grad
         self._version_of_zeros = gradient._version if gradient is not None and self.is_zero else None
 
+    def add_empty_gradient(self) -> None:
+        """Set `.grad` of a parameter without elements if it is None. No bucket has the parameter, so only the ranks
+        that used it would have a gradient, and sums over all gradients, such as a norm, would differ in the order of
+        their terms."""
+        tensor = self.tensor
+        if tensor.grad is None and tensor.requires_grad and not is_sharded(tensor):
+            tensor.grad = torch.zeros_like(tensor)
+
     def copy_shared_gradient(self, arrived: torch.Tensor | None = None) -> None:
         """Copy `.grad` if other tensors use its memory: torch keeps the tensor that backward computes, which can be a
         view of the gradient of another branch of the graph. `arrived` is that tensor while autograd still holds it: it
