@@ -445,9 +445,8 @@ def run_app(arguments: list[str], name: str = "topkube") -> int:
     debug = "--debug" in own_words
     arguments = [word for word in own_words if word != "--debug"] + arguments[len(own_words) :]
     try:
-        app(arguments, prog_name=name)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
+        code = _call_app(arguments, name)
+        sys.stdout.flush()  # here, because an error at Python's exit would not be handled
     except TopKubeError as error:
         if debug:
             raise
@@ -466,6 +465,15 @@ def run_app(arguments: list[str], name: str = "topkube") -> int:
         _discard_stdout()
         print(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
+    return code
+
+
+def _call_app(arguments: list[str], name: str) -> int:
+    """Run one command line and return its exit code, if it ends without an error that `run_app` shows."""
+    try:
+        app(arguments, prog_name=name)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
     return 0
 
 

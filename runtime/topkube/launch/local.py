@@ -221,10 +221,12 @@ class LocalRun:
 
     def find_failure(self) -> LaunchError | None:
         """Return why the run failed, with the traceback and the exit code of the rank that failed first; None if it did
-        not fail."""
+        not fail. Use it only if nobody has stopped the run: a rank that was ended then is a victim of MPI, whose
+        mpiexec may end with 0 all the same."""
         reports = read_reports(self.directory, self.job.ranks)
         report = select_first_failure(reports)
-        leaver = select_leaver(reports, report) if report or self.mpiexec_code else None
+        victims = [victim for victim in reports if victim.told_to_end]
+        leaver = select_leaver(reports, report) if report or self.mpiexec_code or victims else None
         if leaver is not None:
             place = f"node {self.find_node(leaver.rank)}"
             what, cause, next_step = diagnose_leaver(leaver, reports, self.job.ranks, place)
@@ -247,6 +249,13 @@ class LocalRun:
                 exit_code=code,
                 cause="the ranks could not be started, or were killed together with their shims",
                 next_step=f"read {self.directory / MPIEXEC_LOG}; try `topkube doctor`",
+            )
+        if victims:
+            return LaunchError(
+                f"MPI ended rank {victims[0].rank} (node {self.find_node(victims[0].rank)}), and no rank reports why",
+                exit_code=victims[0].exit_code or 1,
+                cause="another rank left MPI before this rank did",
+                next_step=f"read {self.directory / MPIEXEC_LOG} and the logs of the ranks beside it",
             )
         return None
 

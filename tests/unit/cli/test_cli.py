@@ -131,11 +131,13 @@ def test_an_encoding_without_some_characters_does_not_end_a_command(encoding: st
     assert b"?" in ended.stdout
 
 
+@pytest.mark.parametrize("buffers", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("words", [["crd"], ["settings"], ["plan", "-o", "json"]])
-def test_a_full_disk_under_the_output_is_an_error_without_a_traceback(words: list[str]) -> None:
+def test_a_full_disk_under_the_output_is_an_error_without_a_traceback(words: list[str], buffers: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": buffers}
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "topkube.cli", *words]
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert ended.returncode == 1
     assert ended.stderr == "error: the output cannot be written: No space left on device\n"
 

@@ -1,4 +1,5 @@
-"""`topkube run` with many arguments, with more arguments than Linux accepts, and with a full disk."""
+"""`topkube run` with many arguments, with more arguments than Linux accepts, with a full disk, and with ranks that MPI
+has ended."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.launch.local import LocalRun
 from topkube.launch.mpi.mpi_library import find_mpi
+from topkube.launch.output.rank_report import RankReport, reserve_report
 
 
 def test_ranks_get_many_and_long_arguments_as_they_are(tmp_path: Path) -> None:
@@ -42,6 +44,31 @@ def test_arguments_that_linux_refuses_are_refused_before_the_start(tmp_path: Pat
     ):
         LocalRun(job, find_mpi(), tmp_path, dict(os.environ))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("left_at", "message"),
+    [
+        (5.0, "rank 1 (node 1) ended with exit code 0, 5.0 s after its start, while 2 other ranks still ran"),
+        (1.0, "MPI ended rank 0 (node 0), and no rank reports why"),
+    ],
+)
+def test_a_run_whose_ranks_mpi_has_ended_is_no_success_if_mpiexec_ends_with_0(
+    tmp_path: Path, left_at: float, message: str
+) -> None:
+    job = TrainingJob.from_yaml(write_job(tmp_path, ["python"], workers=3, slotsPerWorker=1))
+    run = LocalRun(job, find_mpi(), tmp_path, dict(os.environ))
+    with subprocess.Popen(["true"]) as run._mpiexec:
+        pass
+    assert run.mpiexec_code == 0
+    for rank, (ended, code) in enumerate([(5.02, 143), (left_at, 0), (5.03, 143)]):
+        report = RankReport(rank, "host", ["python"], 0.0, ended, code, told_to_end=code != 0)
+        reserve_report(tmp_path, rank)
+        report.write(tmp_path)
+    failure = run.find_failure()
+    assert failure is not None
+    assert str(failure).startswith(message)
+    assert failure.exit_code != 0
 
 
 def test_shared_memory_of_killed_ranks_is_removed(tmp_path: Path) -> None:
