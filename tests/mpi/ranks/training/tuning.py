@@ -382,7 +382,8 @@ def case_each_optimizer_counts_its_own_exchanges(world: World) -> None:
     for index, (now, first) in enumerate(zip(read_exchange_seconds(), before, strict=True)):
         own = [seconds[index] for seconds in counted]
         assert abs(sum(own) - (now - first)) < 1e-6, (own, now - first)
-    assert max(world.comm.allgather(counted[1][0])) > 0
+    # Not between nodes alone: messages may have arrived before a rank waits for them.
+    assert max(world.comm.allgather(max(counted[1]))) > 0
     for optimizer in optimizers:
         optimizer.unwrap()
 
