@@ -148,18 +148,23 @@ class Controller:
     def _release_ownerless_pods(self) -> None:
         """Remove our finalizer from pods that belong to no job, a few at a time: otherwise nothing would ever remove
         it, and neither the pods nor their namespace could be deleted."""
-        ownerless_pods = self._cache.list_ownerless_pods()[:_OWNERLESS_AT_ONCE]
+        ownerless_pods = self._cache.list_ownerless_pods()
         if not ownerless_pods or time.monotonic() < self._ownerless_from or not self._is_acting():
             return
-        try:
-            for (namespace, name), uid in ownerless_pods:
+        # At random: pods whose change a policy of their namespace refuses must not hold up the others.
+        for (namespace, name), uid in random.sample(ownerless_pods, min(len(ownerless_pods), _OWNERLESS_AT_ONCE)):
+            pause = _ORPHAN_PAUSE_SECONDS
+            try:
                 self._executor.children.release((namespace, name), [Release(name, uid)])
-        except ApiError as error:
-            self._ownerless_from = time.monotonic() + max(_ORPHAN_PAUSE_SECONDS, error.wait)
-            _log.warning("pods that belong to no job keep their finalizers for now: %s", error)
-        except Exception:
-            self._ownerless_from = time.monotonic() + _ORPHAN_PAUSE_SECONDS
-            _log.exception("pods that belong to no job keep their finalizers for now")
+                continue
+            except ApiError as error:
+                pause = max(pause, error.wait)
+                _log.warning(
+                    "pod %s/%s, which belongs to no job, keeps its finalizer for now: %s", namespace, name, error
+                )
+            except Exception:
+                _log.exception("pod %s/%s, which belongs to no job, keeps its finalizer for now", namespace, name)
+            self._ownerless_from = max(self._ownerless_from, time.monotonic() + pause)
 
     def _back_off(self, key: Key) -> float:
         """Count a failure of the job. Return the seconds until the next try."""

@@ -281,6 +281,31 @@ def test_a_launcher_whose_owner_reference_somebody_removed_is_released(replica: 
     wait_until(lambda: not replica.cache.list_ownerless_pods())
 
 
+def test_a_pod_whose_change_is_refused_does_not_hold_up_other_pods_without_a_job(replica: Replica) -> None:
+    """A policy in one namespace denies changes of pods there."""
+    release = replica.server.remove_finalizer
+
+    def refuse_first(namespace: str, name: str, uid: str) -> Manifest:
+        if name == "first":
+            raise ApiError(403, "denied by policy.example", "Forbidden")
+        return release(namespace, name, uid)
+
+    replica.server.remove_finalizer = refuse_first  # type: ignore[method-assign]
+    replica.create_job()
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
+    wait_until(replica.is_idle)
+    launcher = replica.server.get("Pod", "team", LAUNCHER_POD)
+    replica.server.acting = False
+    for name in ("first", "second"):
+        pod = copy.deepcopy(launcher)
+        pod["metadata"] |= {"name": name, "uid": f"uid-of-{name}"}
+        del pod["metadata"]["ownerReferences"]
+        replica.cache.put("Pod", replica.server.store(pod))
+    assert len(replica.cache.list_ownerless_pods()) == 2
+    replica.server.acting = True
+    wait_until(lambda: replica.cache.list_ownerless_pods() == [(("team", "first"), "uid-of-first")])
+
+
 def test_without_the_right_to_patch_pods_a_job_continues(replica: Replica) -> None:
     """The operator is newer than its roles."""
 
