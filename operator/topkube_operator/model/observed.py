@@ -173,6 +173,10 @@ class Pod:
         """True if the pod contains the launcher of its attempt."""
         return self.role == names.LAUNCHER or (self.role == names.WORKER and self.workers > 0)
 
+    def is_launcher_of(self, attempt: int) -> bool:
+        """Return True if the pod contains the launcher of this attempt."""
+        return self.attempt == attempt and self.has_launcher
+
     @property
     def launcher_container(self) -> Container:
         """The launcher's container, in its own pod or beside worker 0."""

@@ -31,7 +31,7 @@ def find_current_pods(job: str, uid: str, workers: int, draft: StatusDraft, obse
     """Return the pods of the attempt whose number is in the status. If a worker has several pods, the newest counts.
     `job` is the name of the job. Without a launcher, the attempt has `workers` workers."""
     number = draft.attempt
-    launcher = next((pod for pod in observed.pods if is_launcher_pod(pod, number)), None)
+    launcher = next((pod for pod in observed.pods if pod.is_launcher_of(number)), None)
     count = launcher.workers if launcher is not None and launcher.workers else workers
     newest: dict[int, Pod] = {}
 
@@ -54,11 +54,6 @@ def find_current_pods(job: str, uid: str, workers: int, draft: StatusDraft, obse
             for index in range(count)
         ),
     )
-
-
-def is_launcher_pod(pod: Pod, number: int) -> bool:
-    """Return True if the pod contains the launcher of this attempt."""
-    return pod.attempt == number and pod.has_launcher
 
 
 def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed) -> Creation:
@@ -88,7 +83,7 @@ def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Obse
         _apply_admission(job, stage, launcher_pod, observed)
         stages += [[objects.add_owner(pod, job, uid) for pod in stage_pods] for stage_pods in (stage, [launcher_pod])]
     kept_names = {pod.name for pod in kept.values()}
-    outdated = [pod for pod in observed.pods if pod.name not in kept_names and not is_launcher_pod(pod, number)]
+    outdated = [pod for pod in observed.pods if pod.name not in kept_names and not pod.is_launcher_of(number)]
     return Creation(stages, tuple(outdated))
 
 

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from topkube_operator.model.observed import Observed, Pod
 from topkube_operator.model.plan import GroupEnd, Release, find_releases
 from topkube_operator.model.status import StatusDraft
-from topkube_operator.planning import accepted_spec, attempts
+from topkube_operator.planning import accepted_spec
 from topkube_operator.planning.causes.failures import AttemptPods
 
 _NATURAL_END = timedelta(seconds=10)
@@ -43,7 +43,7 @@ def _compute_release_time(pod: Pod, draft: StatusDraft, observed: Observed) -> d
     """Return the time from which a launcher's pod needs no finalizer: the stored status contains the end of its
     attempt, or the pod cannot report anything more. None if its attempt continues. While the spec is invalid, the end
     of a pod that nobody deletes is assessed later, with a valid spec."""
-    if accepted_spec.has_ended(draft) or not attempts.is_launcher_pod(pod, draft.attempt):
+    if accepted_spec.has_ended(draft) or not pod.is_launcher_of(draft.attempt):
         return draft.now
     is_kept = draft.phase != "Failed" or pod.deletion is None
     if draft.phase != "Suspended" and is_kept:

@@ -18,7 +18,6 @@ from topkube.launch import contract
 from topkube.timestamps import format_timestamp
 from topkube_operator.model import names
 from topkube_operator.model.observed import Child, Pod, Trouble
-from topkube_operator.planning import attempts
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 GRACE = timedelta(seconds=30)
@@ -110,14 +109,10 @@ class SimulatedApiServer:
             self.violations.append(f"{name} made while the status has attempt {stored.get('attempt')}")
         if stored.get("phase") in ("Succeeded", "Failed", "Suspended"):
             self.violations.append(f"{name} made in phase {stored.get('phase')}")
-        launchers = [
-            launcher
-            for launcher in self.pods.values()
-            if attempts.is_launcher_pod(launcher, launcher.attempt) and launcher.is_active
-        ]
-        if attempts.is_launcher_pod(pod, pod.attempt) and any(launcher.deletion is None for launcher in launchers):
+        launchers = [launcher for launcher in self.pods.values() if launcher.has_launcher and launcher.is_active]
+        if pod.has_launcher and any(launcher.deletion is None for launcher in launchers):
             self.violations.append(f"{name} beside {[launcher.name for launcher in launchers]}")
-        if attempts.is_launcher_pod(pod, pod.attempt):
+        if pod.has_launcher:
             self._check_expected(manifest, name)
         self.pods[name] = pod
         text = manifest["metadata"]["annotations"].get(names.AVOIDED_NODES)

@@ -10,7 +10,6 @@ from simulated_job import UID
 
 from topkube.launch import contract
 from topkube_operator.model.observed import Container, LauncherReport, Pod
-from topkube_operator.planning import attempts
 
 NODES = ("node-a", "node-b", "node-c", "node-d")
 RANK_FAILED = {"pod": "train-worker-1-1-uid-1", "rank": 3, "reason": "Error", "exitCode": 3, "message": "rank 3 failed"}
@@ -73,9 +72,7 @@ class SimulatedKubelets(SimulatedApiServer):
     @property
     def launcher(self) -> Pod | None:
         stored = (self.job or {}).get("status") or {}
-        return next(
-            (pod for pod in self.pods.values() if attempts.is_launcher_pod(pod, stored.get("attempt", 0))), None
-        )
+        return next((pod for pod in self.pods.values() if pod.is_launcher_of(stored.get("attempt", 0))), None)
 
     def end_launcher(self, code: int, failure: dict[str, Any] | None = None) -> None:
         pod = self.launcher

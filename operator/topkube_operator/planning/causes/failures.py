@@ -70,7 +70,7 @@ def assess_attempt(attempt: AttemptPods, observed: Observed, now: datetime) -> V
     """Return the state of an attempt whose pods have all been made."""
     launcher, container = attempt.launcher, attempt.launcher_container
     if launcher is None:
-        last = next((pod for pod in observed.last_seen.values() if _had_launcher(pod, attempt)), None)
+        last = next((pod for pod in observed.last_seen.values() if pod.is_launcher_of(attempt.number)), None)
         if last is not None and last.launcher_container.exit_code is not None:  # the pod was removed before this check
             return assess_attempt(replace(attempt, launcher=last), observed, now)
         first = _find_first_worker_failure(attempt, observed, now)
@@ -253,10 +253,6 @@ def _find_first_worker_failure(
             failures.append((pod.container.ended or pod.deletion_requested or now, find_pod_failure(pod, observed)))
     failures = [(at, failure) for at, failure in failures if until is None or at <= until]
     return min(failures, key=lambda entry: entry[0])[1] if failures else None
-
-
-def _had_launcher(pod: Pod, attempt: AttemptPods) -> bool:
-    return pod.attempt == attempt.number and pod.has_launcher
 
 
 def _build_failed_verdict(failure: Failure) -> Verdict:
