@@ -19,9 +19,9 @@ import yaml
 from simulated_operator import build_minimal_job, create_job, run_pod, set_status
 from target import PATIENCE, wait_for
 
-from topkube.cli.app import run_app
 from topkube.cli.cluster.api import Api, build_path
 from topkube.cli.cluster.jobs import build_job_path, list_pods
+from topkube.cli.entry import run_app
 from topkube.errors import ClusterError
 
 

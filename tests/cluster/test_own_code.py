@@ -17,7 +17,7 @@ from localkube.images import RUNTIME
 from target import Namespace, wait_for
 
 from topkube import TrainingClient
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 from topkube.errors import ClusterError, LaunchError
 
 TRAIN = """

@@ -1,7 +1,7 @@
 """The command line, `topkube`.
 
-`app` holds the commands and their options, `errors` shows failures. Each command has a module or a folder of its own,
-which is loaded only when the command runs.
+`entry` runs a command line, `app` holds the commands and their options, `errors` shows failures. Each command has a
+module or a folder of its own, which is loaded only when the command runs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def main() -> None:
         from topkube.launch.rank import main as run_rank
 
         run_rank(arguments[1:])
-    from topkube.cli.app import run_app
+    from topkube.cli.entry import run_app
 
     raise SystemExit(run_app(arguments))
 
 
 def kubectl_main() -> None:
     """Run `kubectl-topkube`, which kubectl runs as `kubectl topkube`."""
-    from topkube.cli.app import run_app
+    from topkube.cli.entry import run_app
 
     raise SystemExit(run_app(sys.argv[1:], "kubectl topkube"))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
-import io
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +16,6 @@ from topkube.cli.cluster import commands
 from topkube.cli.cluster.api import ClusterLocation
 from topkube.cli.cluster.commands import Context, Kubeconfig, Namespace
 from topkube.cli.options import ManifestOutput, OutputFormat, OutputOption
-from topkube.errors import TopKubeError
 
 BENCHES = {
     "select": "topkube.bench.select",
@@ -428,55 +423,3 @@ for _command in (
     commands.delete,
 ):
     app.command()(_command)
-
-
-def _print_without_failing() -> None:
-    """Let stdout print a question mark for a character that its encoding lacks: with Latin-1 or ASCII, an arrow in a
-    report must not end the command with an error."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")
-
-
-def run_app(arguments: list[str], name: str = "topkube") -> int:
-    """Run one command line and return its exit code. --debug may stand anywhere before `--`. `name` is the name of the
-    program in help texts."""
-    _print_without_failing()
-    own_words = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    debug = "--debug" in own_words
-    arguments = [word for word in own_words if word != "--debug"] + arguments[len(own_words) :]
-    try:
-        code = _call_app(arguments, name)
-        sys.stdout.flush()  # here, because an error at Python's exit would not be handled
-    except TopKubeError as error:
-        if debug:
-            raise
-        from topkube.cli.errors import choose_exit_code, show_error
-
-        show_error(error)
-        return choose_exit_code(error)
-    except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as a shell reports it
-    except BrokenPipeError:  # topkube … | head
-        _discard_stdout()
-        return 141  # 128 + SIGPIPE
-    except OSError as error:
-        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _discard_stdout()
-        print(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
-    return code
-
-
-def _call_app(arguments: list[str], name: str) -> int:
-    """Run one command line and return its exit code, if it ends without an error that `run_app` shows."""
-    try:
-        app(arguments, prog_name=name)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    return 0
-
-
-def _discard_stdout() -> None:
-    """Drop what stdout still holds: Python would try to write it at its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from topkube.bench.report import BenchReport, check_path
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 from topkube.errors import ArgumentError
 
 

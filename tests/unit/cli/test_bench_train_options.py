@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from topkube.bench.contenders import list_aggregations
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from topkube import __version__, installation
-from topkube.cli.app import run_app
 from topkube.cli.doctor import command as doctor
 from topkube.cli.doctor import mpi as mpi_checks
 from topkube.cli.doctor import software
 from topkube.cli.doctor.check import Check
 from topkube.cli.doctor.mpi import start_two_ranks
 from topkube.cli.doctor.software import check_python
+from topkube.cli.entry import run_app
 from topkube.cli.settings import build_settings_page
 from topkube.job.reference import build_markdown
 from topkube.launch.mpi.mpi_library import Mpi
@@ -69,7 +69,7 @@ def test_help_loads_no_heavy_module() -> None:
     """This keeps --help fast."""
     code = """
 import sys
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 run_app(["--help"])
 heavy = {"torch", "numpy", "mpi4py", "pydantic", "yaml", "matplotlib", "rich.progress"}
 print("loaded:", sorted(heavy & set(sys.modules)))
@@ -140,6 +140,12 @@ def test_a_full_disk_under_the_output_is_an_error_without_a_traceback(words: lis
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert ended.returncode == 1
     assert ended.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = ["sh", "-c", f"{sys.executable} -m topkube.cli crd >&-"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_the_settings_command_shows_set_variables() -> None:

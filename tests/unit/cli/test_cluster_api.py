@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from cluster_answers import Answer, Answers, build_status, write_kubeconfig
 
-from topkube.cli.app import run_app
 from topkube.cli.cluster.api import ClusterLocation, connect
+from topkube.cli.entry import run_app
 from topkube.errors import ClusterError
 
 REFUSALS: list[tuple[Answer, list[str]]] = [

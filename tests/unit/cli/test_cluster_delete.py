@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from cluster_answers import Answer, Answers, build_status
 
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 
 UNKNOWN_KIND = (404, b"404 page not found\n", dict[str, str]())
 GONE = build_status(404, 'trainingjobs.topkube.dev "j" not found', name="j", kind="trainingjobs")

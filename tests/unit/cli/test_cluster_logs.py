@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from cluster_answers import Answer, Answers, build_status
 
-from topkube.cli.app import run_app
 from topkube.cli.cluster.api import ClusterLocation, connect
 from topkube.cli.cluster.log_options import LogOptions
 from topkube.cli.cluster.log_streams import LogStreams
+from topkube.cli.entry import run_app
 from topkube.errors import ClusterError
 from topkube.sdk import TrainingClient
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from cluster_answers import Answer, Answers, build_status
 
-from topkube.cli.app import run_app
 from topkube.cli.cluster.jobs import find_waiting_reason
 from topkube.cli.cluster.status import View, build_report
+from topkube.cli.entry import run_app
 
 NOW = datetime(2026, 1, 1, 0, 1, tzinfo=UTC)
 SPEC: dict[str, Any] = {"workers": 2, "slotsPerWorker": 2, "runPolicy": {"backoffLimit": 1}}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from allreduce import bounds
 from topkube.algorithms import OWN, Machines, estimate_cost, find_algorithm, resolve
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 from topkube.planning.situation import Situation
 from topkube.planning.step import predict_step
 from topkube.planning.traced_profile import read_traced_profile

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from local_runs import SCRIPT, build_command, finish_run, list_living_processes, run_job, start_run, write_job
 
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 from topkube.job import TrainingJob
 from topkube.launch.run_directory import open_fresh_directory
 

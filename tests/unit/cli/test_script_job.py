@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 from topkube.cli.script_job import IMAGE, Target, load_job, make_job_name
 from topkube.errors import JobError, SettingsError
 from topkube.job import TrainingJob

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from cluster_answers import Answer, Answers, build_status
 
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 from topkube.job import TrainingJob
 
 

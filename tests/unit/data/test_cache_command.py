@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from remotes import write_files, write_tars
 
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 from topkube.data.formats.checked_index import unpack_checked_index
 from topkube.data.manifest import generate_manifest
 from topkube.errors import DatasetError

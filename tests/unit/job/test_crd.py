@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_job_fuzz import jobs, values
 from thorough import choose
 
-from topkube.cli.app import run_app
+from topkube.cli.entry import run_app
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.changes import find_refused_changes
