@@ -9,6 +9,8 @@ import pytest
 from openers import Opener
 from remotes import RemoteServer
 
+from topkube.data.remote import transfer_reader
+
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Iterator[RemoteServer]:
@@ -23,3 +25,9 @@ def open_dataset(tmp_path: Path) -> Iterator[Opener]:
     opener = Opener(tmp_path)
     yield opener
     opener.close()
+
+
+@pytest.fixture
+def without_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp must not be used unless a test sets this function again."""
+    monkeypatch.setattr(transfer_reader, "read_range", None)

@@ -6,23 +6,15 @@ import contextlib
 import errno
 import os
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
 from remotes import RemoteServer
+from scripted_server import DATA, PATIENCE, build_head, parse_range, receive, serve_and_open
 
 from topkube.data.remote import transfer_reader
 from topkube.data.remote.http import connection as http_connection
@@ -34,8 +26,7 @@ from topkube.data.remote.object_store import ObjectStore
 from topkube.data.remote.retry import Patience
 from topkube.errors import DatasetError, StoreError
 
-PATIENCE = Patience(retries=2, pause_seconds=0.001, stall_seconds=20.0)
-DATA = os.urandom(100_000)
+pytestmark = pytest.mark.usefixtures("without_aiohttp")
 
 
 @pytest.mark.parametrize(
@@ -64,106 +55,6 @@ def test_an_ambiguous_head_is_refused(head: bytes) -> None:
 def test_a_head_is_read_without_regard_to_case() -> None:
     response = parse_head(b'HTTP/1.1 206 Partial Content\r\nETAG: "a"\r\ncontent-length:7 \r\nX-Other: 1\r\nX-Other: 2')
     assert (response.status, response.headers) == (206, {"ETag": '"a"', "Content-Length": "7"})
-
-
-class ScriptedServer:
-    """A server whose connections are handled by `handle(connection, number, request)`, a function of the test. Request
-    is the head as text, number the count of requests so far."""
-
-    def __init__(
-        self,
-        handle: Callable[[socket.socket, int, str], bool],
-        tls: ssl.SSLContext | None = None,
-        host: str = "127.0.0.1",
-    ) -> None:
-        self.requests: list[str] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._tls = tls
-        self.uri = f"{'https' if tls else 'http'}://{host}:{self._listener.getsockname()[1]}"
-        self._handle = handle
-        self._threads: list[threading.Thread] = []
-        self._connections: list[socket.socket] = []
-        self._accepting = threading.Thread(target=self._accept)
-        self._accepting.start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                self._connections.append(connection)
-                self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
-                self._threads[-1].start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            stack.enter_context(connection)
-            if self._tls is not None:
-                connection = stack.enter_context(self._tls.wrap_socket(connection, server_side=True))
-                self._connections.append(connection)
-            while True:
-                head = b""
-                while not head.endswith(b"\r\n\r\n"):
-                    part = connection.recv(4096)
-                    if not part:
-                        return
-                    head += part
-                self.requests.append(head.decode())
-                if not self._handle(connection, len(self.requests), head.decode()):
-                    return
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._accepting.join(20)
-        self._listener.close()
-        for connection in self._connections:
-            with contextlib.suppress(OSError):  # it is closed, or a TLS socket has its descriptor
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(20)
-
-
-def parse_range(request: str) -> tuple[int, int]:
-    for line in request.split("\r\n"):
-        if line.startswith("Range: bytes="):
-            first, _, last = line.removeprefix("Range: bytes=").partition("-")
-            return int(first), int(last) + 1
-    return 0, len(DATA)
-
-
-def build_head(start: int, stop: int, validator: str) -> bytes:
-    status = "200 OK" if (start, stop) == (0, len(DATA)) else "206 Partial Content"
-    ranged = "" if status.startswith("200") else f"Content-Range: bytes {start}-{stop - 1}/{len(DATA)}\r\n"
-    return f"HTTP/1.1 {status}\r\n{ranged}{validator}Content-Length: {stop - start}\r\n\r\n".encode()
-
-
-@contextlib.contextmanager
-def serve_and_open(
-    handle: Callable[[socket.socket, int, str], bool], patience: Patience = PATIENCE, **server_options: Any
-) -> Iterator[tuple[ScriptedServer, ObjectStore]]:
-    server = ScriptedServer(handle, **server_options)
-    store = ObjectStore(server.uri, patience=patience)
-    try:
-        yield server, store
-    finally:
-        server.close()
-
-
-def receive(store: ObjectStore, version: str = "", checksum: str = "") -> bytes:
-    """Read the object. Every byte must be written once and in order."""
-    whole = bytearray()
-
-    def write(offset: int, data: Any) -> None:
-        assert offset == len(whole)
-        whole.extend(data)
-
-    store.fetch(RemoteObject("o", len(DATA), version, checksum=checksum), write)
-    return bytes(whole)
-
-
-@pytest.fixture(autouse=True)
-def without_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """aiohttp must not be used unless a test sets this function again."""
-    monkeypatch.setattr(transfer_reader, "read_range", None)
 
 
 @pytest.mark.parametrize("listed", ['"v1"', ""])
@@ -428,59 +319,3 @@ def test_many_objects_share_connections(tmp_path: Path) -> None:
         store._reader._local.__dict__.clear()  # closes the connections of this thread
     finally:
         remote.close()
-
-
-@pytest.fixture
-def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A certificate for 127.0.0.1 and its key, in one file that no client trusts yet."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
-    now = datetime.now(UTC)
-    signed = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    path = tmp_path / "certificate.pem"
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    path.write_bytes(private + signed.public_bytes(Encoding.PEM))
-    http_connection._build_tls_context.cache_clear()
-    yield path
-    http_connection._build_tls_context.cache_clear()
-
-
-def build_server_context(certificate: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    return context
-
-
-def send_whole(connection: socket.socket, number: int, request: str) -> bool:
-    start, stop = parse_range(request)
-    connection.sendall(build_head(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
-    return True
-
-
-def test_an_object_is_read_over_tls_in_many_ranges(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 30_000)
-    with serve_and_open(send_whole, tls=build_server_context(certificate)) as (server, store):
-        assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
-    assert len(server.requests) == 4
-
-
-@pytest.mark.parametrize(("is_trusted", "host"), [(False, "127.0.0.1"), (True, "localhost")])
-def test_a_server_without_a_trusted_certificate_for_its_name_gets_no_request(
-    certificate: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool, host: str
-) -> None:
-    if is_trusted:
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    with (
-        serve_and_open(send_whole, tls=build_server_context(certificate), host=host) as (server, store),
-        pytest.raises(StoreError, match="certificate"),
-    ):
-        receive(store)
-    assert server.requests == []
