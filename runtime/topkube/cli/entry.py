@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import sys
 
 from topkube.cli.app import app
+from topkube.cli.run.lasting_output import drop_rest
 from topkube.errors import TopKubeError
 
 
@@ -31,12 +31,12 @@ def run_app(arguments: list[str], name: str = "topkube") -> int:
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as a shell reports it
     except BrokenPipeError:  # topkube … | head
-        _discard_stdout()
+        drop_rest(sys.stdout)
         return 141  # 128 + SIGPIPE
     except OSError as error:
         if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _discard_stdout()
+        drop_rest(sys.stdout)
         print(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
@@ -56,8 +56,3 @@ def _call_app(arguments: list[str], name: str) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
-
-
-def _discard_stdout() -> None:
-    """Drop what stdout still holds: Python would try to write it at its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

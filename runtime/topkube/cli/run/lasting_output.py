@@ -45,11 +45,15 @@ class LastingOutput(io.TextIOBase):
             self.problem = error.strerror or str(error)
 
     def give_up(self) -> None:
-        """Try to write what is left. If it is still refused, drop it: otherwise Python would try again at its exit, and
-        change the exit code."""
+        """Try to write what is left. If it is still refused, drop it."""
         try:
             self._stream.flush()
         except OSError:
-            target = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(target, self._stream.fileno())
-            os.close(target)
+            drop_rest(self._stream)
+
+
+def drop_rest(stream: TextIO) -> None:
+    """Drop what `stream` still holds: Python would try to write it at its exit, and change the exit code."""
+    target = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(target, stream.fileno())
+    os.close(target)
