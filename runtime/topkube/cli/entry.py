@@ -20,7 +20,7 @@ def run_app(arguments: list[str], name: str = "topkube") -> int:
     arguments = [word for word in own_words if word != "--debug"] + arguments[len(own_words) :]
     try:
         code = _call_app(arguments, name)
-        print(end="", flush=True)  # here, because an error at Python's exit would not be handled
+        _flush_stdout()
     except TopKubeError as error:
         if debug:
             raise
@@ -47,6 +47,13 @@ def _print_without_failing() -> None:
     report must not end the command with an error."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
+
+
+def _flush_stdout() -> None:
+    """Write what stdout holds here, because an error at Python's exit would not be handled. An empty `print` would not
+    do: if stdout is not buffered, it is a write of zero bytes, and a full device refuses that too."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def _call_app(arguments: list[str], name: str) -> int:

@@ -53,12 +53,21 @@ def test_a_plot_without_a_format_is_refused_before_the_training(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> None:
-    """Also if nobody sees the end: `nohup topkube run … > out.log &`."""
+@pytest.mark.parametrize("buffers", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_full_disk_under_the_output_does_not_end_the_run(buffers: str, tmp_path: Path) -> None:
+    """Also if nobody sees the end: `nohup topkube run … > out.log &`. A container often sets PYTHONUNBUFFERED."""
     job = write_job(tmp_path, ["python", "-c", "print('x' * 100_000); open('finished', 'a').write('yes,')"], workers=1)
     with Path("/dev/full").open("w") as full:
         command = build_command(job, tmp_path, "--no-plot")
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=280)
+        ended = subprocess.run(
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONUNBUFFERED": buffers},
+            timeout=280,
+        )
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "finished").read_text().startswith("yes,")
     assert "warning: a part of this command's output is lost: No space left on device" in ended.stderr
