@@ -27,6 +27,7 @@ from topkube.training.checkpoint import save as save_module
 from topkube.training.checkpoint.format import state_file
 from topkube.training.checkpoint.format.state_file import write_state
 from topkube.training.checkpoint.host_memory import find_available_bytes
+from topkube.training.checkpoint.run_claim import Claim
 from topkube.training.checkpoint.stages import Stages
 
 FORKING = Path(__file__).with_name("forking_script.py")
@@ -55,7 +56,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def begin_checkpoint(store: CheckpointStore, step: int) -> None:
+    """Begin a save, and begin to write its files."""
     store.begin(step, lambda: {"value": torch.tensor(float(step))}, {"residuals": {}})
+    save = store._save
+    assert save is not None
+    assert futures.wait([save.work], SECONDS).done
+    store.advance()
 
 
 def train_steps(run: topkube.training.Run, model: torch.nn.Module, optimizer: Any, total: int) -> Iterator[int]:
@@ -85,6 +91,27 @@ def test_training_continues_while_a_checkpoint_is_written_and_the_checkpoint_is_
     saved = torch.load(tmp_path / "step-00000005.run-00001" / "shared.pt", weights_only=True)["model"]
     assert all(torch.equal(saved[name], value) for name, value in expected.items())
     assert not torch.equal(saved["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_training_continues_while_storage_takes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that begins to hang between two saves hangs at the first call of the next save."""
+    check, reached, answered = Claim.check, threading.Event(), threading.Event()
+
+    def check_late(claim: Claim) -> None:
+        reached.set()
+        assert answered.wait(SECONDS)
+        check(claim)
+
+    monkeypatch.setattr(Claim, "check", check_late)
+    model, optimizer = build_training()
+    settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=5, checkpoint_keep=9)
+    with topkube.checkpointing(model, optimizer, settings=settings) as run:
+        for step in train_steps(run, model, optimizer, 9):
+            if step == 9:
+                assert reached.wait(SECONDS)
+                assert list_names(tmp_path) == []
+                answered.set()
+    assert list_names(tmp_path) == ["step-00000005.run-00001", "step-00000009.run-00001"]
 
 
 def test_a_checkpoint_is_published_while_training_continues(tmp_path: Path) -> None:

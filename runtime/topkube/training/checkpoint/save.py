@@ -1,7 +1,9 @@
-"""A save of a checkpoint: each rank writes its files in a separate thread, then rank 0 publishes the checkpoint."""
+"""A save of a checkpoint, in threads beside training: rank 0 makes its folder, each rank writes its files, then rank 0
+publishes it."""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from topkube.errors import CheckpointError, StorageError
 from topkube.training.checkpoint.format import state_file
@@ -35,37 +37,50 @@ def run_in_thread(work: Callable[[], T]) -> Future[T]:
 
 @dataclass
 class Save:
-    """A save of `step` into `folder`. `work` is this rank's part of the current stage: writing, then
-    publishing. `written` holds this rank's files when they are on disk."""
+    """A save of `step` into `folder`, in three stages: rank 0 makes the folder, every rank writes its files, and rank 0
+    publishes them. No stage runs in the thread that trains, because storage may hang at any call. `work` is this rank's
+    part of the current stage. `written` holds this rank's files when they are on disk."""
 
     step: int
     folder: Path
     work: Future[Any]
     tally: Tally
+    states: dict[str, Any]
+    """File name -> encoded state, of the files that this rank has not written."""
     written: dict[str, FileDigest] = field(default_factory=dict)
-    is_publishing: bool = False
+    stage: Literal["opening", "writing", "publishing"] = "opening"
 
     @classmethod
-    def begin(cls, step: int, folder: Path, states: dict[str, Any], prepare: Callable[[], None]) -> Save:
-        """Start to write `states`, file name -> encoded state, after `prepare`."""
-        tally, written = Tally(), dict[str, FileDigest]()
+    def begin(
+        cls, step: int, folder: Path, states: dict[str, Any], open_folder: Callable[[Tally], None] | None
+    ) -> Save:
+        """Start the first stage: `open_folder` on rank 0, nothing on other ranks."""
+        tally = Tally()
+        return cls(step, folder, _start(open_folder and functools.partial(open_folder, tally)), tally, states)
+
+    def write(self, prepare: Callable[[], None]) -> None:
+        """Start the second stage: `prepare`, then write all states."""
 
         def write() -> None:
             prepare()
-            while states:
-                name = next(iter(states))
-                written[name] = write_state(folder / name, states.pop(name), tally)
+            while self.states:
+                name = next(iter(self.states))
+                self.written[name] = write_state(self.folder / name, self.states.pop(name), self.tally)
 
-        return cls(step, folder, run_in_thread(write), tally, written)
+        self.stage, self.work = "writing", run_in_thread(write)
 
     def publish(self, work: Callable[[], None] | None) -> None:
-        """Start the second stage: `work` on rank 0, nothing on other ranks."""
-        self.is_publishing = True
-        if work is None:
-            self.work = Future()
-            self.work.set_result(None)
-        else:
-            self.work = run_in_thread(work)
+        """Start the third stage: `work` on rank 0, nothing on other ranks."""
+        self.stage, self.work = "publishing", _start(work)
+
+
+def _start(work: Callable[[], None] | None) -> Future[None]:
+    """Start `work` in a thread. Without work, the future is done."""
+    if work is not None:
+        return run_in_thread(work)
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def await_files(folder: Path, files: dict[str, FileDigest]) -> None:

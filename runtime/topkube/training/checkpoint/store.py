@@ -6,9 +6,9 @@ rank (its residuals and random generators) and `checkpoint.json`, which is writt
 number of the run comes from its claim (`run_claim.py`), so no run overwrites the checkpoints of another. If a
 checkpoint is damaged, the previous checkpoint is loaded.
 
-A save has two stages, both in threads beside training. Every rank writes its files; when all ranks have agreed that all
-files are written, rank 0 publishes the checkpoint. Ranks agree only at the ends of steps, so that the order of
-collectives is the same on all ranks.
+A save has three stages, all in threads beside training. Rank 0 makes the folder, every rank writes its files, and rank
+0 publishes the checkpoint; each stage begins when all ranks have agreed that the previous one is done. Ranks agree only
+at the ends of steps, so that the order of collectives is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from topkube.errors import CheckpointError, StorageError
 from topkube.files import sync_directory
 from topkube.training.checkpoint.format.encoding import encode
 from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manifest, name_rank_file
-from topkube.training.checkpoint.format.state_file import FileDigest, write_new_text
+from topkube.training.checkpoint.format.state_file import FileDigest, Tally, write_new_text
 from topkube.training.checkpoint.host_copies import HostCopies
 from topkube.training.checkpoint.published import PublishedCheckpoint, list_published, name_unfinished
 from topkube.training.checkpoint.reader import CheckpointReader, LoadedCheckpoint
@@ -106,13 +106,11 @@ class CheckpointStore:
         """Begin to save `step`. No other save may be in progress. `shared` is called on rank 0; the tensors of `own`
         must be copies already. Return True if the result of `shared` is copied, so that training may change it. If host
         memory has no room for the copies, return False: `finish` must follow at once. Earlier checkpoints stay until
-        the new checkpoint is published. Raises StorageError if the storage fails (training may continue), and
-        CheckpointError if a later run has claimed the directory, or if a state cannot be saved, with the path of its
-        key: nothing is written then."""
+        the new checkpoint is published. Raises CheckpointError if a state cannot be saved, with the path of its key,
+        and StorageError if an earlier save still hangs (training may continue): nothing is written then."""
         assert self._save is None, "one save at a time"
-        folder = self.directory / name_unfinished(step, self._run)
         states: dict[str, Any] = {}
-        what, copied, problem = self._describe_failure(step), True, None
+        copied, problem = True, None
 
         def prepare() -> bool:
             if self._hung is not None and not self._hung.done():
@@ -126,47 +124,43 @@ class CheckpointStore:
             if not self._lead:
                 return True
             states[SHARED_FILE], is_copied = self._copies.encode(shared())
-            assert self._claim is not None, "claim() comes first"
-            self._claim.check()
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
             return is_copied
 
         try:
             copied = prepare()
         except Exception as error:
             problem = error
-        try:
-            rows = self._stages.report(problem, what, [copied])
-        except CheckpointError:
-            self._remove(folder)
-            raise
+        rows = self._stages.report(problem, self._describe_failure(step), [copied])
         residuals = own.get("residuals", {})
         self._copy = residuals.get("copy", self._world.rank), residuals.get("copies", self._world.size)
-        sweep = self._retention.sweep if self._lead else lambda run, current: None
-        self._save = Save.begin(step, folder, states, lambda: sweep(self._run, folder))
+        folder = self.directory / name_unfinished(step, self._run)
+        self._save = Save.begin(step, folder, states, (lambda tally: self._open(folder, tally)) if self._lead else None)
         return bool(rows.all())
 
     def advance(self) -> int | None:
         """Start the next stage of the save, after all ranks have finished the current stage. Return its step if it is
-        now published, else None. Raises as `begin` does if a rank has failed; the save is over then."""
+        now published, else None. If a rank has failed, the save is over: raises StorageError if the storage failed
+        (training may continue), else CheckpointError, also if a later run has claimed the directory."""
         save = self._save
         assert save is not None, "there is a save in progress"
         try:
-            if save.is_publishing:
-                self._stages.report(save.work.exception(), self._describe_failure(save.step))
-                self._save = None
-                return save.step
-            manifest = self._build_manifest(save)
+            if save.stage == "writing":
+                manifest = self._build_manifest(save)
+                save.publish((lambda: self._publish(save, manifest)) if self._lead else None)
+                return None
+            self._stages.report(save.work.exception(), self._describe_failure(save.step))
         except CheckpointError:
             self._save = None
             self._remove(save.folder)
             raise
-        save.publish((lambda: self._publish(save, manifest)) if self._lead else None)
-        return None
+        if save.stage == "opening":
+            save.write(lambda: self._sweep(save.folder))
+            return None
+        self._save = None
+        return save.step
 
     def finish(self) -> int | None:
-        """Wait for the save in progress, if there is one, and return its step when it is published. Raises as `begin`
+        """Wait for the save in progress, if there is one, and return its step when it is published. Raises as `advance`
         does, and StorageError if no rank writes anything for the deadline of collectives."""
         published_step = None
         while self._save is not None:
@@ -175,7 +169,7 @@ class CheckpointStore:
         return published_step
 
     def save(self, step: int, shared: Callable[[], dict[str, Any]], own: dict[str, Any]) -> None:
-        """Publish a checkpoint of `step`, and wait for it. Raises as `begin` does."""
+        """Publish a checkpoint of `step`, and wait for it. Raises as `begin` and `finish` do."""
         self.begin(step, shared, own)
         self.finish()
 
@@ -190,7 +184,8 @@ class CheckpointStore:
         return f"the checkpoint of step {step} could not be written to {self.directory}"
 
     def _build_manifest(self, save: Save) -> Manifest:
-        """Return the manifest of the files that all ranks have written. Raises as `begin` does if a rank has failed."""
+        """Return the manifest of the files that all ranks have written. Raises as `advance` does if a rank has
+        failed."""
         problem, own = save.work.exception(), save.written.get(name_rank_file(self._world.rank), FileDigest(0, 0))
         numbers = (own.bytes, own.digest >> 32, own.digest & 0xFFFFFFFF, *self._copy)
         rows = self._stages.report(problem, self._describe_failure(save.step), numbers).astype(int).tolist()
@@ -198,6 +193,19 @@ class CheckpointStore:
         if self._lead:
             files[SHARED_FILE] = save.written[SHARED_FILE]
         return Manifest(self._world.node_ranks, files, tuple(row[3] for row in rows), rows[0][4])
+
+    def _open(self, folder: Path, tally: Tally) -> None:
+        """Make the folder of a save, on rank 0 in the thread of the save."""
+        assert self._claim is not None, "claim() comes first"
+        self._claim.check()
+        shutil.rmtree(folder, ignore_errors=True)
+        tally.count(1)
+        folder.mkdir()
+
+    def _sweep(self, current: Path) -> None:
+        """Remove what earlier saves have left, on rank 0 in the thread of the save."""
+        if self._lead:
+            self._retention.sweep(self._run, current)
 
     def _publish(self, save: Save, manifest: Manifest) -> None:
         """Publish the checkpoint, on rank 0 in the thread of the save."""
