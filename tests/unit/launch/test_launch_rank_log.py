@@ -28,6 +28,8 @@ PATIENT = (
 PATIENT_SHIM = [sys.executable, "-c", PATIENT, "--no-echo", "--"]
 """A shim for output that comes late on a busy machine: it waits for processes that a command left behind."""
 
+PAGE = 4096
+"""The bytes that a pipe of one page holds at most."""
 PIPE_HOLDS = 30_000
 """The bytes that a pipe of 16 pages holds at least. A write that does not fit into the rest of a page begins a new
 page."""
@@ -205,10 +207,12 @@ def test_a_signal_takes_effect_while_nobody_reads_the_output(tmp_path: Path) -> 
     patient = "import sys; from topkube.launch import rank; from topkube.launch.output import rank_log; "
     patient += "rank_log._PATIENCE_SECONDS = 1000.0; rank.main(sys.argv[1:])"
     shim = [sys.executable, "-c", patient, "--", "sh", "-c", script]
-    with subprocess.Popen(shim, env=environment, stdout=subprocess.PIPE, start_new_session=True) as running:
+    with subprocess.Popen(
+        shim, env=environment, stdout=subprocess.PIPE, start_new_session=True, pipesize=PAGE
+    ) as running:
         try:
             end = time.monotonic() + 120
-            while not (tmp_path / "rank-0.log").exists() or (tmp_path / "rank-0.log").stat().st_size < PIPE_HOLDS:
+            while not (tmp_path / "rank-0.log").exists() or (tmp_path / "rank-0.log").stat().st_size <= PAGE:
                 assert time.monotonic() < end
                 time.sleep(0.01)
             running.send_signal(signal.SIGTERM)
