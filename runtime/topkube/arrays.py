@@ -57,7 +57,7 @@ def view_flat(x: object, name: str, *, writable: bool = False, dtypes: tuple[np.
         array = _view_tensor(x, name)
     elif isinstance(x, np.ndarray):
         refuse_masked(x, name)
-        array = x
+        array = np.asarray(x)  # numpy.matrix would stay two-dimensional
     else:
         raise ArgumentError(
             f"{name} is a {type(x).__name__}, not a NumPy array or torch tensor",
@@ -103,7 +103,13 @@ def _view_tensor(x: Any, name: str) -> Array:
     detached = x.detach()
     if detached.dtype == torch.bfloat16:
         return detached.view(torch.int16).numpy().view(BFLOAT16)  # type: ignore[no-any-return]
-    return detached.numpy()  # type: ignore[no-any-return]
+    try:
+        return detached.numpy()  # type: ignore[no-any-return]
+    except TypeError:  # a type that NumPy does not have
+        raise ArgumentError(
+            f"{name} has dtype {str(x.dtype).removeprefix('torch.')}, which NumPy does not have",
+            next_step=f"convert it: {name}.float()",
+        ) from None
 
 
 def view_like(values: Array, original: object) -> Any:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from topkube.errors import ArgumentError
@@ -51,6 +52,8 @@ class AlgorithmParameter:
             if value not in self.choices:
                 raise ArgumentError(f"{self.name} is {value!r}", next_step=f"choose one of {', '.join(self.choices)}")
             return
+        if not isinstance(self.default, bool):
+            self._check_kind(value)
         is_allowed = (
             (self.above is None or value > self.above)
             and (self.at_least is None or value >= self.at_least)
@@ -59,6 +62,15 @@ class AlgorithmParameter:
         if not is_allowed:
             raise ArgumentError(
                 f"{self.name} is {value}, but it must be {self.range}",
+                next_step=f"pass a {self.name} that is {self.range}, for example {self.default}",
+            )
+
+    def _check_kind(self, value: Any) -> None:
+        """Raise ArgumentError if `value` is no number, or no whole number although the default is one."""
+        is_whole = isinstance(self.default, int)
+        if isinstance(value, bool) or not isinstance(value, Integral if is_whole else Real):
+            raise ArgumentError(
+                f"{self.name} is {value!r}, which is not a {'whole ' if is_whole else ''}number",
                 next_step=f"pass a {self.name} that is {self.range}, for example {self.default}",
             )
 

@@ -76,7 +76,7 @@ class Request:
         return 1.0 / ranks if self.op == "mean" else 1.0
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)
 def _check_values(op: str, *values: Any) -> None:
     """Raise ArgumentError if a parameter of a request is not allowed. A value that passed is not checked again."""
     if op not in OPS:

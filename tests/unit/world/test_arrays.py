@@ -19,6 +19,14 @@ def test_a_view_shares_memory_and_is_flat(dtype: type) -> None:
     assert view.shape == (12,)
 
 
+def test_the_view_of_a_matrix_has_one_dimension() -> None:
+    x = np.zeros((3, 4), np.float32).view(np.matrix)
+    view = view_flat(x, "x", writable=True)
+    assert (type(view), view.shape) == (np.ndarray, (12,))
+    view[5] = 1
+    assert x[1, 1] == 1
+
+
 def test_a_tensor_is_viewed_without_a_copy_and_comes_back() -> None:
     torch = pytest.importorskip("torch")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -42,6 +50,7 @@ def test_the_error_names_why_an_array_cannot_be_used() -> None:
         (torch.zeros(4).to_sparse(), "layout"),
         (torch.zeros(4, 4).t()[:2], "not contiguous"),
         (torch.zeros(4, dtype=torch.int32), "dtype int32"),
+        (torch.zeros(4, dtype=torch.float8_e4m3fn), "dtype float8_e4m3fn"),
         (torch._neg_view(torch.zeros(4)), "negates"),
         (torch.zeros(4, dtype=torch.complex64).conj(), "conjugates"),
         (np.ma.MaskedArray(np.zeros(4, np.float32), mask=[0, 1, 0, 0]), "masked"),
