@@ -17,6 +17,7 @@ from topkube.collectives.occupancy import find_occupancy
 from topkube.collectives.request import Matrix, Request
 from topkube.collectives.shard import Shard, residual_length, residual_range
 from topkube.errors import ArgumentError
+from topkube.kernels.arguments import check_apart
 from topkube.world import World, current
 
 __all__ = [
@@ -73,7 +74,7 @@ def allreduce_(
             return _reduce_on_device(world, array, op, algorithm, density, wire, selection, residual, dense_wire)
         view = view_flat(array, "array", writable=True)
         chosen = resolve(algorithm, world, view.size, density)
-        state = _check_residual(residual, chosen, world, view.size)
+        state = _check_residual(residual, chosen, world, view)
         matrices = _list_matrices(tuple(array.shape)) if MATRIX_RANK in chosen.parameters else ()
         request = Request(view, op, density, wire, selection, state, dense_wire, matrix_rank, matrices)
         finite = load(chosen).run(world, request)
@@ -143,9 +144,10 @@ def resolve(algorithm: str, world: World, length: int, density: float = 0.01) ->
     return algorithms.resolve(algorithm, world.nodes, length, density)
 
 
-def _check_residual(residual: Any, algorithm: Algorithm, world: World, length: int) -> Residual | None:
+def _check_residual(residual: Any, algorithm: Algorithm, world: World, array: Array) -> Residual | None:
     if residual is None or algorithm.residual is None:
         return None
+    length = array.size
     residual_elements = residual_length(algorithm, world, length)
     if isinstance(residual, Residual):
         state, residual_size = residual, residual.current.size
@@ -156,6 +158,7 @@ def _check_residual(residual: Any, algorithm: Algorithm, world: World, length: i
         )
     else:
         view: Array = view_flat(residual, "residual", writable=True, dtypes=(np.dtype(np.float32),))
+        check_apart("array", array, "residual", view)
         state, residual_size = Residual(0), view.size
         state.current, state.pending = view, np.empty_like(view)
     if residual_size != residual_elements:

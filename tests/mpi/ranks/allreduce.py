@@ -328,6 +328,7 @@ def case_wrong_parameters_are_named(world: World) -> None:
         ({"dense_wire": "int8"}, "bf16"),
         ({"selection": "random"}, "mstopk"),
         ({"residual": np.zeros(999, np.float32)}, "residual"),
+        ({"residual": x}, "array and residual overlap"),
     ]:
         with pytest.raises(ArgumentError, match=word):
             topkube.allreduce_(x, **wrong)
