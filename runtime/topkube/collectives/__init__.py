@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -83,9 +84,17 @@ def allreduce_(
             state.commit()
             if state is not residual:
                 view_flat(residual, "residual", writable=True)[:] = state.current
+        _note_change(array)
         return array
     finally:
         occupancy.leave()
+
+
+def _note_change(array: Any) -> None:
+    """Have autograd count the change of a tensor, as that by an operation in place: a backward that needs the old
+    values is then an error."""
+    if is_tensor(array) and not array.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(array)
 
 
 def _list_matrices(shape: tuple[int, ...]) -> tuple[Matrix, ...]:
@@ -128,6 +137,7 @@ def _reduce_on_device(
     engine.make_caller_wait()
     if state is not None and world.agree(finite):
         residual.copy_(state.pending)
+    _note_change(x)
     return x
 
 

@@ -369,3 +369,15 @@ def case_tensors_are_reduced_in_place(world: World) -> None:
         x = torch.full((3, 5), float(world.rank + 1), dtype=dtype)
         assert topkube.allreduce_(x, op="sum", algorithm="dense") is x
         assert x.tolist() == [[sum(range(1, world.size + 1))] * 5] * 3
+
+
+def case_a_backward_that_needs_the_old_values_of_a_tensor_is_an_error(world: World) -> None:
+    import torch
+
+    x = torch.ones(4, requires_grad=True) * (world.rank + 1)
+    loss = (x * x).sum()
+    topkube.allreduce_(x, algorithm="dense")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():  # such a tensor has no version
+        topkube.allreduce_(torch.ones(4), algorithm="dense")
