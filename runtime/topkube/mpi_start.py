@@ -21,6 +21,10 @@ _WINDOW_BYTES_MOST = 20 << 20
 _WINDOW_BYTES_PER_RANK_LEAST = 300 << 10
 _SPARE_BYTES = 4 << 20
 """What a window leaves free in /dev/shm, for MPI and other programs."""
+_MOST_COUNTED_BYTES = 2**31 - 1
+"""The most bytes that a call can count before version 4 of MPI, as in Open MPI 5."""
+_BLOCK_BYTES = 1 << 20
+"""The unit in which longer messages are counted."""
 _SUB_WORLDS = 8
 """The window of a sub-world has its usual size if so many of them fit into /dev/shm."""
 
@@ -61,6 +65,36 @@ def explain_mpi_errors(MPI: Any) -> Iterator[None]:
             cause="too many worlds exist: each has about seven communicators, and MPI has room for about 2,000",
             next_step="create a sub-world once and keep it, or close it when it is not used any more (World.close)",
         ) from error
+
+
+def allow_long_messages(MPI: Any, comm: Any, most_bytes: int | None = None) -> Any:
+    """Return `comm` itself if its messages may have any length, or the same communicator with `Isend` and `Irecv` that
+    take arrays of more than `most_bytes`, by default what this MPI can count."""
+    if most_bytes is None:
+        if MPI.Get_version()[0] >= 4:
+            return comm
+        most_bytes = _MOST_COUNTED_BYTES
+
+    def begin(method: Any, array: Any, peer: int, tag: int) -> Any:
+        nbytes = getattr(array, "nbytes", 0)
+        if nbytes <= most_bytes:
+            return method(array, peer, tag)
+        blocks, rest = divmod(nbytes, _BLOCK_BYTES)
+        block = MPI.BYTE.Create_contiguous(_BLOCK_BYTES)
+        whole = MPI.Datatype.Create_struct([blocks, rest], [0, nbytes - rest], [block, MPI.BYTE]).Commit()
+        try:
+            return method([array, 1, whole], peer, tag)
+        finally:
+            free_handles([block, whole])  # MPI keeps them until the message is complete
+
+    class LongMessages(MPI.Intracomm):  # type: ignore[misc]
+        def Isend(self, array: Any, dest: int, tag: int = 0) -> Any:
+            return begin(super().Isend, array, dest, tag)
+
+        def Irecv(self, array: Any, source: int, tag: int = 0) -> Any:
+            return begin(super().Irecv, array, source, tag)
+
+    return LongMessages(comm)
 
 
 def free_handles(handles: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ from topkube.algorithms.cost import list_partners
 from topkube.control import Control
 from topkube.errors import WorldError
 from topkube.links import LinkChoice, open_links
-from topkube.mpi_start import agree_on_window, explain_mpi_errors, free_handles, share_window
+from topkube.mpi_start import agree_on_window, allow_long_messages, explain_mpi_errors, free_handles, share_window
 from topkube.topology import find_nodes_of_ranks, group_by_home
 from topkube.world.world import World, open_worlds
 
@@ -63,6 +63,7 @@ def create_world(
     node_ranks = group_by_home(homes)
     node = find_nodes_of_ranks(node_ranks)[comm.rank]
     shards = min(map(len, node_ranks))
+    comm = allow_long_messages(MPI, comm)
     handles, window, links = [comm], np.zeros(0, np.uint8), None
     try:
         with explain_mpi_errors(MPI):
@@ -72,7 +73,7 @@ def create_world(
             # come.
             cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, node)
             if cross != MPI.COMM_NULL:
-                handles.append(cross)
+                handles.append(cross := allow_long_messages(MPI, cross))
             control, agreement, calls_comm = duplicates = [comm.Dup() for _ in range(3)]
             handles += duplicates
             if has_window:

@@ -21,6 +21,7 @@ from topkube.collectives import Request, load, residual_length
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.overlapped import MOST_PIECE_BYTES, OverlappedAllReduce
 from topkube.errors import ArgumentError, CollectiveError
+from topkube.mpi_start import allow_long_messages
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -310,6 +311,21 @@ def case_ranks_agree_and_add_few_numbers(world: World) -> None:
     assert not world.agree(world.rank != world.size - 1)
     values = np.array([world.rank + 0.5, 1.0])
     assert world.sum_small(values).tolist() == [sum(rank + 0.5 for rank in range(world.size)), world.size]
+
+
+def case_a_message_may_have_more_bytes_than_mpi_counts(world: World) -> None:
+    from mpi4py import MPI
+
+    comm = allow_long_messages(MPI, world.comm, most_bytes=1000)
+    for size in (1000, 1001, 1 << 20, (3 << 20) + 5):
+        sent = np.random.default_rng(world.rank).integers(0, 256, size, np.uint8)
+        arrived = np.zeros(size, np.uint8)
+        before = (world.rank - 1) % world.size
+        world.wait([comm.Irecv(arrived, before), comm.Isend(sent, (world.rank + 1) % world.size)], "a long message")
+        assert (arrived == np.random.default_rng(before).integers(0, 256, size, np.uint8)).all()
+    counts_all = MPI.Get_version()[0] >= 4  # Open MPI 5 has version 3.1
+    used = [one for one in (world.comm, world.cross_comm) if one is not None]
+    assert all((type(one) is MPI.Intracomm) == counts_all for one in used)
 
 
 def case_wrong_parameters_are_named(world: World) -> None:
