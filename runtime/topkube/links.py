@@ -215,6 +215,21 @@ def explain_trouble(rank: int, trouble: str) -> tuple[str, str]:
     )
 
 
+def explain_used_up_files(rank: int) -> str:
+    """Return a warning if this process, which is `rank`, can open no more files, so that no rank can connect to it; ""
+    if it can."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return (
+                f"topkube: warning: rank {rank} has {limit} files and connections open, which is its limit: other ranks"
+                " may wait in vain to connect to it. Next: close files in the script, or raise the limit (ulimit -n)"
+            )
+    return ""
+
+
 def are_links_messages(requests: Any) -> bool:
     """Return True if `requests` is a list of messages of `Links`."""
     return isinstance(requests, list) and bool(requests) and isinstance(requests[0], _kernels.TcpMessage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,12 +25,16 @@ from topkube.links import (
     LostConnections,
     are_links_messages,
     explain_trouble,
+    explain_used_up_files,
 )
 from topkube.mpi_exit import forget_exit
 from topkube.mpi_start import free_handles
 from topkube.roll_call import RollCall
 from topkube.topology import Nodes
 from topkube.waiting import advance_messages, choose_patience, wait_for_links, wait_until
+
+LONG_WAIT_SECONDS = 10.0
+"""After this time, a wait checks if other ranks can connect to this one."""
 
 
 class WaitSeries(IntEnum):
@@ -102,6 +107,7 @@ class World:
     is_closed: bool = False
     """True after `shutdown` or `close`."""
     _lost_connections: LostConnections = field(default_factory=LostConnections)
+    _has_warned: bool = False
     cache: dict[str, Any] = field(default_factory=dict)
     """Objects that higher floors keep as long as the world lives: work buffers, the shared-memory object."""
 
@@ -211,10 +217,19 @@ class World:
             self._check_links(what)
             if meanwhile is not None:
                 meanwhile()
+            if waited > LONG_WAIT_SECONDS:
+                self._warn_of_used_up_files()
             if waited > self.deadline_seconds:
                 self.give_up(what, series)
 
         return check
+
+    def _warn_of_used_up_files(self) -> None:
+        """Print a warning, once, if this process can open no more files: the connection of another rank, also that of
+        MPI, then waits until the deadline."""
+        if not self._has_warned and (warning := explain_used_up_files(self.members[self.rank])):
+            self._has_warned = True
+            print(warning, file=sys.stderr, flush=True)
 
     def _check_links(self, what: str) -> None:
         """Raise CollectiveError if messages wait for a rank whose connection is lost."""

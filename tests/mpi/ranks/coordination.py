@@ -3,8 +3,13 @@ compute the arguments of all ranks, and compares results with those of one proce
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import os
+import resource
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -274,3 +279,20 @@ def case_a_world_that_does_not_fit_into_shared_memory_is_refused_on_all_ranks(wo
             with pytest.raises(WorldError, match=r"has 4\.0 MiB free on a node.*shm-size"):
                 topkube.new_world(range(world.size))
     check_all_calls(topkube.new_world(range(world.size)))
+
+
+def case_a_rank_that_can_open_no_more_files_says_so_in_a_long_wait(world: World) -> None:
+    """Other ranks would wait until the deadline for their connections to it."""
+    limits, said, done = resource.getrlimit(resource.RLIMIT_NOFILE), io.StringIO(), time.monotonic() + 0.5
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr("topkube.world.world.LONG_WAIT_SECONDS", 0.0)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            world.wait_until(lambda: time.monotonic() > done, "a wait")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    lines = said.getvalue().splitlines()
+    assert len(lines) == 1  # the wait has checked several times
+    assert f"warning: rank {world.members[world.rank]} has {free} files and connections open" in lines[0]
