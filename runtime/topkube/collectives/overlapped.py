@@ -8,6 +8,7 @@ so its pieces end as soon as their messages have arrived.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -48,9 +49,17 @@ _NARROW = {"bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 
 def split(x: Array) -> list[Array]:
     """Return the pieces of `x`, the same on all ranks."""
-    piece_bytes = max(LEAST_PIECE_BYTES, min(MOST_PIECE_BYTES, x.nbytes // PIECES))
-    size = piece_bytes // x.itemsize
+    size = _choose_piece_bytes(x.nbytes) // x.itemsize
     return [x[start : start + size] for start in range(0, max(x.size, 1), size)]
+
+
+def count_pieces(nbytes: int) -> int:
+    """Return the number of pieces of an array of `nbytes` bytes."""
+    return max(1, math.ceil(nbytes / _choose_piece_bytes(nbytes)))
+
+
+def _choose_piece_bytes(nbytes: int) -> int:
+    return max(LEAST_PIECE_BYTES, min(MOST_PIECE_BYTES, nbytes // PIECES))
 
 
 def is_narrow(world: World, wire: str) -> bool:

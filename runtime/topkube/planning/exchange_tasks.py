@@ -9,13 +9,10 @@ from dataclasses import dataclass
 
 from topkube.algorithms import Algorithm, Route, all_gather_memory, find_small_algorithm, reduce_scatter_memory
 from topkube.algorithms.cost import count_wider_bytes
-from topkube.planning.buckets import BucketLength
+from topkube.planning.buckets import MOST_PIECES, BucketLength
 from topkube.planning.profile import HostCost, StepProfile
 from topkube.planning.simulation import COMMUNICATION, DELIVERY, LATENCY, LINK, Task
 from topkube.planning.situation import Situation
-
-MOST_PIECES = 64
-"""More pieces of weights change the predicted time by less than 2% of the link's."""
 
 
 class TaskList(list[Task]):

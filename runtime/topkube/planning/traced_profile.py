@@ -20,10 +20,12 @@ def read_traced_profile(content: Mapping[str, Any], name: str = "trace") -> Step
 
     Times are processor times of the thread if it computes alone, because these do not contain waits for other
     processes; with a GPU or several threads, they are wall times. Raises TraceError if the trace has no whole step, or
-    if its events are not those of TopKube.
+    if its events or its numbers are not those of TopKube.
     """
     try:
-        return _read_events(content, name)
+        profile = _read_events(content, name)
+        _check_numbers(profile)
+        return profile
     except TraceError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -77,6 +79,28 @@ def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
     )
 
 
+def _check_numbers(profile: StepProfile) -> None:
+    """Raise ValueError or TypeError for a number that no step has: a file may contain NaN, negative times, or text."""
+    numbers = [profile.forward, profile.update, profile.other, profile.spread]
+    numbers += [g.seconds for g in profile.gradients]
+    numbers += [g.forward for g in profile.gradients if g.forward is not None]
+    numbers += [n for host in profile.host.values() for n in (host.fixed, host.per_element, host.before)]
+    counts = [n for n in (profile.cores, profile.bucket_bytes) if n is not None]
+    counts += [n for host in profile.host.values() for n in (host.nodes, host.slots)]
+    if profile.latency is not None:
+        numbers.append(profile.latency)
+    if not all(0 <= number <= _MOST for number in numbers):
+        raise ValueError("a time is negative, infinite or not a number")
+    if not all(1 <= count <= _MOST for count in counts):
+        raise ValueError("a number of nodes, ranks, cores or bytes is out of range")
+    if not all(isinstance(g.elements, int) and 0 <= g.elements <= _MOST for g in profile.gradients):
+        raise ValueError("a number of elements is out of range")
+    if not all(g.itemsize in _ITEM_SIZES for g in profile.gradients):
+        raise ValueError(f"elements have {', '.join(map(str, _ITEM_SIZES))} bytes only")
+    if not profile.compute:
+        raise ValueError("forward and backward take no time")
+
+
 def add_host_costs(profile: StepProfile, others: Iterable[StepProfile]) -> StepProfile:
     """Return `profile` with the host costs that other traces of the same training add. Costs that were measured with
     large buckets take precedence."""
@@ -89,6 +113,10 @@ def add_host_costs(profile: StepProfile, others: Iterable[StepProfile]) -> StepP
 
 
 Event = Mapping[str, Any]
+_MOST = 1 << 60
+"""The bound of all numbers of a trace."""
+_ITEM_SIZES = (1, 2, 4, 8)
+"""The bytes of an element of a gradient."""
 _LARGE_ELEMENTS = 1 << 16
 """A bucket with fewer elements shows the fixed cost of a bucket only."""
 _MOST_LATENCY_BYTES = 1 << 16
@@ -107,6 +135,8 @@ def _list_steps(events: list[Event]) -> list[list[Event]]:
     """Return the events of each step of a rank, in order of time."""
     ordered = sorted(events, key=lambda event: event["ts"])
     bounds = [(e["ts"], e["ts"] + e["dur"]) for e in ordered if e["cat"] == trace.STEP]
+    if not all(start < end for start, end in bounds):
+        raise ValueError("a step takes no time")
     return [[event for event in ordered if start <= event["ts"] < end] for start, end in bounds]
 
 

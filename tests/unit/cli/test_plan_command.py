@@ -106,6 +106,7 @@ def test_the_table_shows_the_cluster_and_the_chosen_algorithm(capsys: Any) -> No
         ("--link", "fast"),
         ("--link", "1e-320bit/s"),
         ("--parameters", "0"),
+        ("--parameters", "0.5"),
         ("--parameters", "1e300"),
         ("--memory", "20Gbit/s"),
         ("--memory", "20mB/s"),

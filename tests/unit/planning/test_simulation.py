@@ -440,3 +440,11 @@ def test_a_dense_exchange_does_not_take_longer_with_thousands_of_nodes() -> None
     profile, dense = find_model("resnet50").build_profile(0.2), find_algorithm("hierarchical")
     times = [predict_step(profile, Situation(Machines(nodes, 8, 3e9, 3e11)), dense).step for nodes in (16, 4096)]
     assert times[1] < 1.1 * times[0]
+
+
+def test_a_model_larger_than_this_machine_is_planned() -> None:
+    """Nothing of the size of a bucket is allocated, and the number of tasks does not grow with it."""
+    profile = dataclasses.replace(build_uniform_profile(10**15, 1e6), on_cpu=True)
+    prediction = predict_step(profile, Situation(Machines(2, 1, 1e12, 1e13)), HIERARCHICAL)
+    assert prediction.step > 1e6
+    assert len(prediction.tasks) < 10_000

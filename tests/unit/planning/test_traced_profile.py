@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from topkube.planning.traced_profile import read_traced_profile
+from topkube.telemetry.trace_files import TraceError
 
 Event = dict[str, Any]
 LATENCY, RATE = 100e-6, 125e6
@@ -108,3 +110,40 @@ def test_the_latency_that_the_ranks_measured_counts() -> None:
 def test_no_latency_is_known_without_a_short_dense_exchange(bucket_elements: dict[int, int], algorithm: str) -> None:
     """The bytes of a bucket of 1 MiB take 8 ms here; those of a compressed bucket are unknown."""
     assert read_traced_profile(build_trace(bucket_elements, algorithm)).latency is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("latencySeconds", "0.001"),
+        ("latencySeconds", -1.0),
+        ("latencySeconds", math.nan),
+        ("cores", "2"),
+        ("bucketBytes", -4),
+        ("bucketBytes", 1e300),
+    ],
+)
+def test_facts_that_are_not_numbers_of_a_cluster_are_refused(name: str, value: object) -> None:
+    with pytest.raises(TraceError, match="cannot be used"):
+        read_traced_profile(build_trace({0: 1 << 20}, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("category", "name", "value"),
+    [
+        ("step", "dur", math.nan),
+        ("step", "ts", math.inf),
+        ("forward", "tdur", math.nan),
+        ("gradient", "elements", 2.5),
+        ("gradient", "elements", -1),
+        ("gradient", "itemsize", 3),
+    ],
+)
+def test_events_without_a_meaning_are_refused(category: str, name: str, value: float) -> None:
+    trace = build_trace({0: 1 << 20})
+    for event in trace["traceEvents"]:
+        if event["cat"] == category:
+            place = event if name in event else event["args"]
+            place[name] = value
+    with pytest.raises(TraceError, match="cannot be used"):
+        read_traced_profile(trace)

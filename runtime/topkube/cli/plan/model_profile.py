@@ -16,7 +16,7 @@ from topkube.telemetry.trace_files import read_trace
 
 def count_parameters(options: PlanOptions) -> int:
     """Return the number of parameters that --parameters states, by default 25.6 million (ResNet-50)."""
-    return int(parse_number(options.parameters or "25.6M", "", "--parameters"))
+    return int(parse_number(options.parameters or "25.6M", "", "--parameters", least=1))
 
 
 def read_profile(options: PlanOptions) -> tuple[StepProfile | None, Model | None]:

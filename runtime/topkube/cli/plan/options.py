@@ -52,18 +52,18 @@ class PlanOptions:
     json: bool
 
 
-def parse_number(text: str, unit: str, option: str) -> float:
+def parse_number(text: str, unit: str, option: str, least: float = _LEAST) -> float:
     """Return the number that `text`, the value of `option`, states: 25600000.0 for '25.6M'.
 
     `unit` is the pattern of a unit that may follow, such as bit/s. Raises ArgumentError with an example of the option,
-    also for a number that no machine or model has.
+    also for a number below `least`, or one that no machine or model has.
     """
     match = re.fullmatch(rf"([0-9.]+(?:e-?[0-9]+)?)\s*([kMGBT]?)(?:{unit})?", text.strip())
     try:
         value = float(match[1]) * _SCALES[match[2]] if match else 0.0
     except ValueError:
         value = 0.0
-    return _check_bounds(value, _LEAST, text, option)
+    return _check_bounds(value, least, text, option)
 
 
 def parse_size(text: str, unit: str, option: str) -> float:
