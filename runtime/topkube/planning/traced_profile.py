@@ -181,27 +181,40 @@ def _split_at_first_backward(step: list[Event]) -> tuple[list[Event], list[Event
 def _sum_earlier_backward(step: list[Event], clock: str) -> float:
     """Return the seconds of all layers in the backwards before the last."""
     last = max(_list_starts_of_backward(step), default=-math.inf)
-    return sum(_sum_layers((e for e in step if e["ts"] < last), trace.BACKWARD, clock).values())
+    return sum(_sum_backward((e for e in step if e["ts"] < last), clock).values())
 
 
-_NOT_LAYERS = {trace.FORWARD: ("forward",), trace.BACKWARD: ("backward", "wait for exchanges")}
-"""The names of events that are not layers, by category."""
+def _is_layer(event: Event, category: str, *others: str) -> bool:
+    """Return True if the event is a layer in forward or backward. `others` are the names of events that are not."""
+    return event["cat"] == category and event["ph"] == "X" and event["name"] not in others
 
 
-def _sum_layers(events: Iterable[Event], category: str, clock: str) -> dict[str, float]:
-    """Return the seconds of each layer in forward or backward."""
+def _sum_backward(events: Iterable[Event], clock: str) -> dict[str, float]:
+    """Return the seconds of backward of each layer."""
     layers: dict[str, float] = defaultdict(float)
     for event in events:
-        if event["cat"] == category and event["ph"] == "X" and event["name"] not in _NOT_LAYERS[category]:
+        if _is_layer(event, trace.BACKWARD, "backward", "wait for exchanges"):
             layers[event["name"]] += event.get(clock, event["dur"]) / 1e6
     return layers
 
 
-def _measure_layers(steps: list[list[Event]], category: str, clock: str) -> dict[str, float]:
-    """Return the median seconds of each layer in forward or backward."""
+def _sum_forward(step: list[Event], clock: str) -> dict[str, float]:
+    """Return the seconds of forward with each layer. A layer that is used again, such as an embedding whose matrix is
+    that of the head too, waits for no parameter then: this time counts for the last layer that was new."""
+    layers: dict[str, float] = defaultdict(float)
+    newest = ""
+    for event in step:
+        if _is_layer(event, trace.FORWARD, "forward"):
+            newest = newest if event["name"] in layers else event["name"]
+            layers[newest] += event.get(clock, event["dur"]) / 1e6
+    return layers
+
+
+def _find_medians(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median seconds of each layer over all steps."""
     seconds: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
-        for layer, value in _sum_layers(step, category, clock).items():
+    for layers in sums:
+        for layer, value in layers.items():
             seconds[layer].append(value)
     return {layer: median(values) for layer, values in seconds.items()}
 
@@ -223,9 +236,9 @@ def _read_gradients(steps: list[list[Event]], clock: str) -> tuple[Gradient, ...
             cause="the traced steps ran no backward, for example because they accumulate gradients",
             next_step="trace steps that call backward() and optimizer.step()",
         )
-    backward = _measure_layers(last_backward, trace.BACKWARD, clock)
+    backward = _find_medians(_sum_backward(step, clock) for step in last_backward)
     parts = [_split_at_first_backward(step) for step in steps]
-    forward = _measure_layers([first for first, _ in parts], trace.FORWARD, clock)
+    forward = _find_medians(_sum_forward(first, clock) for first, _ in parts)
     accumulated = median(
         _sum_seconds(rest, trace.FORWARD, "forward", clock) + _sum_earlier_backward(rest, clock) for _, rest in parts
     )

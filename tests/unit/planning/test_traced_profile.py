@@ -92,6 +92,18 @@ def test_forward_uses_all_parameters_in_the_first_micro_batch() -> None:
     assert profile.forward_seconds == pytest.approx((0.003 + 2 * 0.014, 0.001, 0))
 
 
+def test_the_head_of_a_tied_embedding_is_at_the_end_of_forward() -> None:
+    """The head multiplies by the matrix of the first layer, so both have one name. Its forward waits for nothing."""
+    trace = build_trace({0: 1 << 20})
+    for rank in range(2):
+        for name, start, seconds in (("layer", 0.0, 0.02), ("last", 0.02, 0.03), ("layer", 0.05, 0.05)):
+            trace["traceEvents"].append(build_span(rank, "forward", name, start, seconds))
+        trace["traceEvents"].append(build_mark(rank, "last.weight", 4, 0.2))
+    profile = read_traced_profile(trace)
+    assert [gradient.name for gradient in profile.gradients] == ["last.weight", "layer.weight"]
+    assert profile.forward_seconds == pytest.approx((0.08, 0.02))
+
+
 @pytest.mark.parametrize("overlap", ["backward", "dear"])
 def test_the_latency_has_neither_the_bytes_of_buckets_nor_waits_for_late_ranks(overlap: str) -> None:
     content = build_trace({0: 1 << 20, 1: 1 << 12, 2: 1 << 22}, overlap=overlap)
