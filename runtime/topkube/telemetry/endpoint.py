@@ -3,12 +3,18 @@ ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import socket
+import socketserver
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -18,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.core import (
     Metric as Family,
 )
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from topkube import __version__, heartbeat
@@ -58,6 +65,14 @@ _CACHE = {
     metrics.CACHE_CORRUPTIONS: "corruptions",
 }
 """The metrics of the data cache that are sums of one counter, and the names of the counters."""
+
+
+_MOST_CONNECTIONS = 16
+"""The most connections of the endpoint at a time. Each has a thread of the process that serves it."""
+_SILENT_SECONDS = 10.0
+"""A client that sends or takes nothing for so long loses its connection."""
+_CLOSING_SECONDS = 1.0
+"""The longest wait for the thread of a connection that was closed for a new one."""
 
 
 class RunCollector(Collector):
@@ -169,6 +184,68 @@ class RunCollector(Collector):
         return family
 
 
+class _BoundedHandler(WSGIRequestHandler):
+    timeout = _SILENT_SECONDS
+
+    def get_environ(self) -> dict[str, Any]:
+        assert isinstance(self.server, _BoundedServer)
+        self.server.note_request(self.connection)
+        return super().get_environ()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+class _BoundedServer(ThreadingWSGIServer):
+    """A server with at most _MOST_CONNECTIONS connections. Anything that reaches the port could otherwise take all
+    threads and open files of a worker, which also holds the connection to the launcher. If all are in use, a new
+    connection takes the place of the oldest that has not sent its request; if there is none, the new one is closed."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._waiting: dict[socket.socket, None] = {}
+        """The connections that have not sent their request, oldest first."""
+        self._open: set[socket.socket] = set()
+        self._changed = threading.Condition()
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        super().__init__((str(found[0][4][0]), port), _BoundedHandler)
+
+    def server_bind(self) -> None:
+        """Bind the socket without the name of its address, for which http.server asks DNS, for 10 s if none answers."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        with self._changed:
+            if len(self._open) >= _MOST_CONNECTIONS and self._waiting:
+                oldest = next(iter(self._waiting))
+                del self._waiting[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+                self._changed.wait_for(lambda: oldest not in self._open, _CLOSING_SECONDS)
+            if len(self._open) >= _MOST_CONNECTIONS:
+                return False
+            self._open.add(request)
+            self._waiting[request] = None
+            return True
+
+    def note_request(self, connection: socket.socket) -> None:
+        """Note that a connection has sent its request."""
+        with self._changed:
+            self._waiting.pop(connection, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._changed:
+            self._waiting.pop(request, None)
+            self._open.discard(request)
+            self._changed.notify_all()
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing about clients that send nothing, or that have gone."""
+
+
 class MetricsEndpoint:
     """Serves /metrics for the ranks that write to `directory()`, which is called at every scrape. Use it in a `with`
     statement, or call `close`. Raises LaunchError if the port cannot be used.
@@ -178,7 +255,7 @@ class MetricsEndpoint:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(RunCollector(directory, job_name))
         try:
-            self._server, self._thread = start_http_server(port, address, registry)
+            self._server = _BoundedServer(address, port)
         except (OSError, OverflowError) as error:
             raise LaunchError(
                 f"/metrics cannot be served on {address}:{port}: {getattr(error, 'strerror', None) or error}",
@@ -186,6 +263,9 @@ class MetricsEndpoint:
                 cause="another process uses the port",
                 next_step="pass another port, or 0 for any free port",
             ) from None
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.port: int = self._server.server_port
 
     def close(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import struct
 import threading
 import time
 import urllib.request
@@ -14,6 +17,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from monitoring.generated import ROOT
+from topkube import __version__
 from topkube.errors import LaunchError
 from topkube.heartbeat import Heartbeat
 from topkube.telemetry import metrics
@@ -126,6 +130,35 @@ def test_the_last_collective_of_a_rank_is_a_sign_of_life(tmp_path: Path, endpoin
     beats.beat()
     assert scrape(endpoint)[activity, build_labels(rank="1")] == pytest.approx(time.time(), abs=60)
     assert (activity, build_labels(rank="0")) not in scrape(endpoint)
+
+
+def test_a_scrape_succeeds_beside_more_connections_than_the_endpoint_keeps(
+    tmp_path: Path, endpoint: MetricsEndpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Anything that reaches the port could otherwise take all threads and files of a worker."""
+    RankMetrics(tmp_path, 0).count_step(0.1, build_snapshot(), 8, GAUGES)
+    threads = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", endpoint.port)))
+            silent.sendall(b"GET /metrics HTTP/1.1\r\nX:")
+        assert ("topkube_step_seconds_count", build_labels(rank="0")) in scrape(endpoint)
+        assert threading.active_count() <= threads + 16
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the end is a reset
+    deadline = time.monotonic() + 60
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+    assert capfd.readouterr().err == ""
+
+
+def test_the_endpoint_opens_without_dns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask_dns(name: str = "") -> str:
+        raise AssertionError("a pod may have no DNS: every question would take 10 s")
+
+    monkeypatch.setattr(socket, "getfqdn", ask_dns)
+    with MetricsEndpoint(lambda: tmp_path, "gpt", 0, "127.0.0.1") as endpoint:
+        assert ("topkube_runtime_build_info", (("version", __version__),)) in scrape(endpoint)
 
 
 def test_job_wide_series_come_from_rank_0_alone(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
