@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topkube.files import replace_file
-from topkube.telemetry.metrics import STEP_BUCKETS
+from topkube.telemetry.metrics import STEP_BUCKETS, TIERS
 from topkube.telemetry.phases import PHASES, Snapshot
 
 ABSENT = float("-inf")
@@ -68,6 +68,7 @@ class RankMetrics:
         self._rank, self._attempt, self._sequence = rank, attempt, 0
         self._file: int | None = None
         self._lock = threading.Lock()
+        self._cache_hits = dict.fromkeys(TIERS, 0.0)
         for name in (*_GAUGES, *(f"cache {name}" for name in CACHE)):
             self[name] = ABSENT
         try:
@@ -98,10 +99,16 @@ class RankMetrics:
         self.flush()
 
     def store_cache_counters(self, counters: Mapping[str, float]) -> None:
-        """Store the counters of the data cache; the next `count_step` writes them to disk."""
+        """Store the counters of the data cache; the next `count_step` writes them to disk. A request counts before it
+        is known to be a miss, so misses are limited such that hits, the difference, never fall."""
         for name in CACHE:
             if name in counters:
                 self[f"cache {name}"] = counters[name]
+        for tier in TIERS:
+            requests, misses = counters.get(f"{tier}_requests", 0.0), counters.get(f"{tier}_misses", 0.0)
+            self._cache_hits[tier] = max(self._cache_hits[tier], requests - misses)
+            if misses:
+                self[f"cache {tier}_misses"] = requests - self._cache_hits[tier]
 
     def flush(self) -> None:
         """Write all values. The sequence number is at both ends, so that a reader detects a write in progress."""

@@ -132,6 +132,21 @@ def test_the_last_collective_of_a_rank_is_a_sign_of_life(tmp_path: Path, endpoin
     assert (activity, build_labels(rank="0")) not in scrape(endpoint)
 
 
+def test_hits_of_the_cache_never_fall(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
+    """A worker of a data loader counts the requests of a batch first, and its misses when the shards have arrived. For
+    Prometheus, a counter that falls has started again at zero."""
+    rank = RankMetrics(tmp_path, 0)
+    hits = []
+    for requests, misses in [(100, 20), (164, 20), (164, 84), (228, 84), (300, 90)]:
+        rank.store_cache_counters({**dict.fromkeys(CACHE, 0.0), "disk_requests": requests, "disk_misses": misses})
+        rank.count_step(0.1, build_snapshot(), 8, GAUGES)
+        samples = scrape(endpoint)
+        assert samples["topkube_cache_requests_total", build_labels(tier="disk")] == requests
+        hits.append(samples["topkube_cache_hits_total", build_labels(tier="disk")])
+    assert hits == sorted(hits)
+    assert hits[-1] == 210
+
+
 def test_a_scrape_succeeds_beside_more_connections_than_the_endpoint_keeps(
     tmp_path: Path, endpoint: MetricsEndpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
