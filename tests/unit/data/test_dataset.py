@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from topkube.data import ArrayOf, DistributedSampler, collate
 from topkube.data.base.batch import Batch
+from topkube.data.base.open_datasets import sum_statistics
 from topkube.data.cache.memory.memory_tier import MemoryTier
 from topkube.data.fill import memory_filler
 from topkube.errors import DatasetError
@@ -188,6 +189,22 @@ def test_rows_of_tables_are_read_through_the_cache(remote: RemoteServer, open_da
     order = sampler.indices()
     batches = list(dataset.batches(32, sampler, ahead=3))  # threads share the decoded groups
     assert [number for batch in batches for number in batch["id"].tolist()] == order.tolist()
+
+
+def test_the_counters_of_a_dataset_stay_after_it_was_deleted(remote: RemoteServer, open_dataset: Opener) -> None:
+    """A dataset that an evaluation opens and deletes must not make the counters of the run fall."""
+    write_tars(remote.folder, [20])
+    before = sum_statistics().get("disk_requests", 0.0)
+    for turn in (1, 2):
+        dataset = open_dataset(remote.uri, decode=decode_tensors)
+        dataset.__getitems__(range(20))
+        assert sum_statistics()["disk_requests"] == before + 20 * turn
+        open_dataset.close()
+        deleted = weakref.ref(dataset)
+        del dataset
+        gc.collect()
+        assert deleted() is None
+        assert sum_statistics()["disk_requests"] == before + 20 * turn
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
