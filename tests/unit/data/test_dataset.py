@@ -191,6 +191,16 @@ def test_rows_of_tables_are_read_through_the_cache(remote: RemoteServer, open_da
     assert [number for batch in batches for number in batch["id"].tolist()] == order.tolist()
 
 
+def test_rows_of_a_table_that_is_not_in_the_cache_are_misses(remote: RemoteServer, open_dataset: Opener) -> None:
+    write_tables(remote.folder, "parquet")
+    dataset = open_dataset(remote.uri, prefetch=False)
+    for _ in range(2):
+        dataset.__getitems__(range(80))
+    dataset.__getitems__(range(80, 100))
+    assert dataset.statistics()["disk_requests"] == 180
+    assert dataset.statistics()["disk_misses"] == 80
+
+
 def test_the_counters_of_a_dataset_stay_after_it_was_deleted(remote: RemoteServer, open_dataset: Opener) -> None:
     """A dataset that an evaluation opens and deletes must not make the counters of the run fall."""
     write_tars(remote.folder, [20])

@@ -185,11 +185,18 @@ class RowGroups:
         self.verify_early()
         with self._get_lock():
             places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            missing = {
+                number
+                for number in np.unique(numbers).tolist()
+                if number not in self._files and not self._cache.has_samples(number)
+            }
             for position, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
                 starts = self._find_first_rows(number)
                 group = int(np.searchsorted(starts, row, "right")) - 1
                 places.setdefault((number, group), []).append((position, row - int(starts[group])))
             for (number, group), rows_in_group in places.items():
+                if number in missing and (number, group) not in self._groups:
+                    self._cache.counters.add("disk_misses", len(rows_in_group))
                 table = self._read_group(number, group)
                 with self._translate_errors(number):
                     table_rows = table.take([row for _, row in rows_in_group]).to_pylist()
