@@ -20,6 +20,9 @@ from typing import Any
 PROGRESS_FILE = "progress.jsonl"
 """Name of the file in the run's directory."""
 
+_LARGEST_COUNT = 1 << 62
+"""A record with a larger count is not valid."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -62,9 +65,29 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """Return the record in a line. Unknown names are ignored."""
+        """Return the record in a line. Unknown names are ignored. Raises ValueError if the line is not a record: a
+        script may write anything into the run's directory."""
         field_names = {entry.name for entry in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in json.loads(line).items() if name in field_names})
+        try:
+            record = cls(**{name: value for name, value in json.loads(line).items() if name in field_names})
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"this is not the record of a step: {error}") from None
+        if not record._is_valid():
+            raise ValueError("this is not the record of a step: a value has the wrong type")
+        return record
+
+    def _is_valid(self) -> bool:
+        """Return True if all values have their types. Numbers that were not finite are None."""
+        counts = (self.step, self.epoch, self.samples, self.intra_bytes, self.inter_bytes, self.dense_bytes)
+        more_counts = (self.skipped_steps, self.failed_checkpoints, self.total_steps or 0, self.checkpoint_step or 0)
+        numbers = (self.loss, self.samples_per_second, self.density)
+        return (
+            all(isinstance(count, int) and abs(count) < _LARGEST_COUNT for count in (*counts, *more_counts))
+            and all(number is None or isinstance(number, int | float) for number in numbers)
+            and isinstance(self.seconds, dict)
+            and all(isinstance(number, int | float) for number in (self.time, *self.seconds.values()))
+            and isinstance(self.choice, str | None)
+        )
 
 
 def _replace_nonfinite(value: Any) -> Any:

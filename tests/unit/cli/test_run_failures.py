@@ -274,6 +274,21 @@ def test_the_failure_of_a_rank_is_reported_although_the_summary_cannot_be_writte
     assert "the summary cannot be written" in ended.stdout
 
 
+def test_files_that_a_script_writes_into_the_run_directory_do_not_end_the_run(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib, time\n"
+        "folder = pathlib.Path(os.environ['TOPKUBE_RUN_DIRECTORY'])\n"
+        "(folder / 'rank-0.json').write_text('{')\n"
+        "(folder / 'progress.jsonl').write_text('[1]\\n')\n"
+        "time.sleep(1)  # the run reads its directory several times\n"
+        "print('the end')\n"
+    )
+    ended = run_job(write_job(tmp_path, ["python", "-c", script], workers=1, slotsPerWorker=1), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "the end" in ended.stdout
+    assert "progress can no longer be read: this is not the record of a step" in ended.stdout
+
+
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     ended = run_job(write_job(tmp_path, ["true"]), tmp_path)

@@ -202,6 +202,29 @@ def test_progress_is_read_as_it_grows(tmp_path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]",
+        "null",
+        '{"step": 2}',
+        '{"step": "2", "total_steps": 3}',
+        '{"step": 2, "total_steps": "3"}',
+        '{"step": 2, "total_steps": 3, "samples": null}',
+        '{"step": 1e400, "total_steps": 3}',
+        '{"step": 99999999999999999999, "total_steps": 3}',
+        '{"step": 2, "total_steps": 3, "seconds": [1]}',
+        '{"step": 2, "total_steps": 3, "seconds": {"data": "1"}}',
+    ],
+)
+def test_a_line_that_is_no_record_is_an_error_of_one_kind(tmp_path: Path, line: str) -> None:
+    """A script may write anything into the run's directory, and its run must not end because of that."""
+    reader = ProgressReader(tmp_path)
+    (tmp_path / "progress.jsonl").write_text(build_record(1).to_json() + "\n" + line + "\n")
+    with pytest.raises(ValueError, match="not the record of a step"):
+        reader.read()
+
+
 def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     log = LogFollower(path)

@@ -120,7 +120,7 @@ class RunWatch:
             try:
                 for record in self._progress.read():
                     self.history.add(record)
-            except (ValueError, TypeError) as error:
+            except (OSError, ValueError) as error:
                 self._progress = None
                 display.note(f"progress can no longer be read: {error}")
         display.update()

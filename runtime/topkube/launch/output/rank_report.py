@@ -164,9 +164,13 @@ def was_killed_for_memory(signal_name: str | None, exit_code: int, lines: Iterab
 
 
 def read_reports(directory: Path, ranks: int) -> list[RankReport]:
-    """Return the existing reports, by rank."""
-    paths = [find_report_path(directory, rank) for rank in range(ranks)]
-    return [RankReport.read(path) for path in paths if path.exists()]
+    """Return the existing reports, by rank. A file that is no report is left out: a script may write anything into the
+    run's directory, and at the end of a rank its shim replaces the file."""
+    reports = []
+    for rank in range(ranks):
+        with contextlib.suppress(OSError, ValueError):
+            reports.append(RankReport.read(find_report_path(directory, rank)))
+    return reports
 
 
 def select_first_failure(reports: Iterable[RankReport]) -> RankReport | None:
