@@ -15,7 +15,6 @@ import json
 import math
 import sys
 import sysconfig
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -65,8 +64,11 @@ def build_script(function: Callable[..., Any], arguments: Mapping[str, Any], sou
 
 
 def _read_source(function: FunctionType) -> str:
+    """Return the source of the function. If it is indented, it follows `if True:`, because to dedent it would change
+    texts of several lines in it."""
     try:
-        return textwrap.dedent(inspect.getsource(function))
+        source = inspect.getsource(function)
+        return f"if True:\n{source}" if source[:1].isspace() else source
     except (OSError, TypeError):
         raise SourceError(
             f"the source of {function.__name__} cannot be read",
@@ -88,6 +90,8 @@ def _parse_definition(function: FunctionType) -> ast.FunctionDef:
             tree = ast.parse(_read_source(function)).body
         except SyntaxError:
             tree = []
+        if len(tree) == 1 and isinstance(tree[0], ast.If):
+            tree = tree[0].body
         definition = tree[0] if len(tree) == 1 else None
         if not isinstance(definition, ast.FunctionDef) or definition.name != name:
             problem = "its source is not a definition of its own"

@@ -39,6 +39,16 @@ def stands_alone(epochs: int, rate: float = RATE) -> None:
     print(json.dumps([epochs, inner(), paths.basename("a/b"), list(OrderedDict(c=1)), np.ones(1).tolist(), len("ab")]))
 
 
+if True:
+
+    def has_a_text_of_lines() -> None:
+        text = """
+        indented
+          more
+    """
+        print(repr(text))
+
+
 def uses_helper() -> None:
     print(helper())
 

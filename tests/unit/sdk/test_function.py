@@ -37,6 +37,12 @@ def test_numbers_that_repr_cannot_write_arrive_as_they_are(tmp_path: Path, capsy
     assert printed == capsys.readouterr().out == "inf -inf inf -inf nan -0.0 True float\n"
 
 
+def test_texts_of_an_indented_function_arrive_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    functions.has_a_text_of_lines()
+    printed = _run_script(build_script(functions.has_a_text_of_lines, {}), tmp_path)
+    assert printed == capsys.readouterr().out
+
+
 def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
     def show(values: Any) -> None:
         print(repr(values))
