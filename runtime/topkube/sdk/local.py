@@ -30,7 +30,7 @@ from topkube.sdk.backend import ENDED, read_phase
 from topkube.source.archive import unpack_archive
 from topkube.source.packing import ARCHIVE_KEY, PackedSource
 from topkube.telemetry.history import History, LogFollower, ProgressReader
-from topkube.telemetry.progress import PROGRESS_FILE
+from topkube.telemetry.progress import PROGRESS_FILE, StepRecord
 
 _CHECK_SECONDS = 0.1
 _END_SECONDS = 60.0
@@ -62,9 +62,13 @@ class _LocalJob:
 
     def read_history(self) -> History:
         """Return the history of the run up to now. Only new records are read."""
-        for record in self._reader.read():
+        for record in _read_new_records(self._reader):
             self._history.add(record)
         return self._history
+
+    def follow_logs(self) -> list[LogFollower]:
+        """Return a reader of the log of each rank, from its start."""
+        return [LogFollower(find_log_path(self.run_folder, rank)) for rank in range(self.job.ranks)]
 
 
 class LocalBackend:
@@ -113,7 +117,7 @@ class LocalBackend:
             job = self.get(name)
             if process is not local_job.process:  # resumed: the files are those of another process
                 process, reader = local_job.process, ProgressReader(local_job.run_folder)
-            for record in reader.read():
+            for record in _read_new_records(reader):
                 history.add(record)
             if job.status != last_status:
                 last_status = job.status
@@ -126,14 +130,16 @@ class LocalBackend:
 
     def logs(self, name: str, follow: bool) -> Iterator[str]:
         local_job = self._find_job(name)
-        slots, ranks = local_job.job.spec.slots_per_worker, local_job.job.ranks
-        followers = [LogFollower(find_log_path(local_job.run_folder, rank)) for rank in range(ranks)]
+        slots = local_job.job.spec.slots_per_worker
+        process, followers = local_job.process, local_job.follow_logs()
 
         def add_prefix(rank: int, lines: list[str]) -> Iterator[str]:
             yield from (f"[worker{rank // slots}.rank{rank}] {line}" for line in lines)
 
         while follow:
             has_ended = local_job.process.poll() is not None and not local_job.suspended
+            if process is not local_job.process:  # resumed: the files are those of another process
+                process, followers = local_job.process, local_job.follow_logs()
             for rank, follower in enumerate(followers):
                 yield from add_prefix(rank, follower.read())
             if has_ended:
@@ -155,7 +161,10 @@ class LocalBackend:
         if local_job.suspended:
             # If `suspend` ran out of time, the ranks still save their checkpoint.
             _end_run(local_job.process, _END_SECONDS)
-            (local_job.run_folder / PROGRESS_FILE).unlink(missing_ok=True)  # else readers would mix old and new records
+            # Else readers would mix old and new records and lines.
+            (local_job.run_folder / PROGRESS_FILE).unlink(missing_ok=True)
+            for rank in range(local_job.job.ranks):
+                find_log_path(local_job.run_folder, rank).unlink(missing_ok=True)
             local_job.restart(_start_run(local_job.folder))
 
     def delete(self, name: str, seconds: float) -> None:
@@ -189,6 +198,14 @@ class LocalBackend:
         for local_job in self._jobs.values():
             with contextlib.suppress(ClusterError):
                 _end_run(local_job.process, _END_SECONDS)
+
+
+def _read_new_records(reader: ProgressReader) -> list[StepRecord]:
+    """Return the records since the last call; none if the script has written something else into their file."""
+    try:
+        return reader.read()
+    except (OSError, ValueError):
+        return []
 
 
 def _start_run(folder: Path) -> subprocess.Popen[bytes]:

@@ -66,6 +66,16 @@ def train(folder: str) -> None:
                 pathlib.Path(folder, "trains").touch()
 
 
+def print_without_end() -> None:
+    import itertools
+    import os
+    import time
+
+    for number in itertools.count():
+        print(os.getpid(), number, flush=True)
+        time.sleep(0.01)
+
+
 def print_file() -> None:
     import pathlib
 
@@ -155,6 +165,16 @@ def test_a_suspended_job_continues_from_its_checkpoint(
     assert job.status.progress is not None
     assert (job.status.progress.step, job.status.progress.percent) == (begun + 3, 100)
     assert f"step {begun + 3}/{begun + 3}" in capsys.readouterr().err
+
+
+def test_logs_that_are_followed_go_on_after_a_suspension(client: TrainingClient, tmp_path: Path) -> None:
+    name = client.train(print_without_end)
+    lines = (line.split()[1:] for line in client.logs(name, follow=True))
+    first = [next(lines) for _ in range(20)]
+    client.suspend(name, PATIENCE_SECONDS)
+    client.resume(name)
+    second = next(line for line in lines if line[0] != first[0][0])
+    assert second[1] == "0", "the second run is shown from its first line"
 
 
 def test_a_job_is_not_resumed_while_its_suspended_ranks_still_end(
