@@ -1,6 +1,6 @@
 """Jobs on this machine. Each is a `topkube run` in a folder of its own.
 
-A job belongs to the process that started it: its ranks end with that process.
+A job belongs to the process that started it: its ranks end with that process, also if it is killed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from topkube.errors import ClusterError
 from topkube.job import FirstFailure, Progress, Status, TrainingJob
 from topkube.launch.output.rank_report import find_log_path
 from topkube.sdk.backend import ENDED, read_phase
+from topkube.sdk.local_run import build_command
 from topkube.source.archive import unpack_archive
 from topkube.source.packing import ARCHIVE_KEY, PackedSource
 from topkube.telemetry.history import History, LogFollower, ProgressReader
@@ -210,10 +211,10 @@ def _read_new_records(reader: ProgressReader) -> list[StepRecord]:
 
 def _start_run(folder: Path) -> subprocess.Popen[bytes]:
     """Start `topkube run` for the job in `folder`."""
-    command = [sys.executable, "-P", "-m", "topkube.cli", "run", str(folder / JOB_FILE)]
+    command = build_command([str(folder / JOB_FILE), "--run-directory", str(folder / RUN_FOLDER), "--no-plot"])
     with (folder / OUTPUT_FILE).open("wb") as output:
         return subprocess.Popen(
-            [*command, "--run-directory", str(folder / RUN_FOLDER), "--no-plot"],
+            command,
             cwd=folder / SOURCE_FOLDER,
             stdin=subprocess.DEVNULL,
             stdout=output,

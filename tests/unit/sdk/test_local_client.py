@@ -14,6 +14,7 @@ import pytest
 from topkube import TrainingClient
 from topkube.errors import ClusterError, JobError, LaunchError, SourceError
 from topkube.job import TrainingJob
+from topkube.launch.host.processes import ProcessIdentity
 from topkube.sdk import local
 
 PATIENCE_SECONDS = 300.0
@@ -240,10 +241,13 @@ def test_a_folder_that_somebody_has_removed_does_not_break_the_list(client: Trai
     assert client.list() == []
 
 
-def test_local_jobs_end_with_their_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "end", ["pass", "os.kill(os.getpid(), signal.SIGTERM)", "os.kill(os.getpid(), signal.SIGKILL)"]
+)
+def test_local_jobs_end_with_their_process(tmp_path: Path, end: str) -> None:
     script = tmp_path / "client.py"
     script.write_text(
-        "import pathlib, time\n"
+        "import os, pathlib, signal, time\n"
         "from topkube import TrainingClient\n"
         "def sleeps():\n"
         "    import pathlib, time\n"
@@ -252,11 +256,21 @@ def test_local_jobs_end_with_their_process(tmp_path: Path) -> None:
         "client = TrainingClient(backend='local', directory='runs')\n"
         "name = client.train(sleeps, name='sleeps')\n"
         "while not pathlib.Path('runs/sleeps/source/begun').exists(): time.sleep(0.02)\n"
-        "print(client._backend._jobs[name].process.pid)\n"
+        "print(client._backend._jobs[name].process.pid, flush=True)\n"
+        f"{end}\n"
     )
     command = [sys.executable, str(script)]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True)
-    assert not Path(f"/proc/{int(ended.stdout)}").exists()
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    if end == "pass":
+        assert not _is_alive(int(ended.stdout))
+    _wait_for(lambda: not _is_alive(int(ended.stdout)), "the end of topkube run")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return ProcessIdentity.find(pid).is_alive()
+    except OSError:
+        return False
 
 
 def test_importing_the_client_loads_no_torch() -> None:
