@@ -193,7 +193,15 @@ def _parse_peers(text: str) -> list[dict[str, Any]]:
             f"{text!r} is not a list of peers, such as "
             '[{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "vmagent"}}, "namespaceSelector": {}}]'
         )
-    return peers
+    return [{field: _remove_empty(value) for field, value in peer.items()} for peer in peers]
+
+
+def _remove_empty(value: Any) -> Any:
+    """Return the content of a selector or of an ipBlock without empty lists and mappings. The API server does not store
+    them, so the stored policies would always differ from the wanted policies."""
+    if isinstance(value, dict):
+        return {key: _remove_empty(below) for key, below in value.items() if below not in ([], {})}
+    return [_remove_empty(below) for below in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import ssl
 import threading
 import urllib.error
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from topkube.errors import TopKubeError
-from topkube_operator.__main__ import main
+from topkube_operator.__main__ import build_parser, main
 from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.http import scrape_access
 from topkube_operator.http.certificates import Authority
@@ -130,6 +131,20 @@ def test_a_malformed_list_of_peers_is_refused(text: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main([f"--metrics-from={text}"])
     assert "--metrics-from" in capsys.readouterr().err
+
+
+def test_empty_parts_of_peers_that_the_api_server_does_not_store_are_left_out() -> None:
+    """Otherwise every stored policy would differ from the wanted one, and would be written again and again."""
+    block = {"ipBlock": {"cidr": "10.0.0.0/8", "except": []}}
+    selectors = {
+        "namespaceSelector": {"matchLabels": {}, "matchExpressions": []},
+        "podSelector": {"matchExpressions": [{"key": "scrapes", "operator": "Exists", "values": []}]},
+    }
+    peers = build_parser().parse_args([f"--metrics-from={json.dumps([block, selectors])}"]).metrics_from
+    assert peers == [
+        {"ipBlock": {"cidr": "10.0.0.0/8"}},
+        {"namespaceSelector": {}, "podSelector": {"matchExpressions": [{"key": "scrapes", "operator": "Exists"}]}},
+    ]
 
 
 def test_tokens_that_take_long_to_check_do_not_delay_the_kubelets_probes() -> None:
