@@ -41,6 +41,10 @@ _DISRUPTIONS = {
 _OWN_FAULT = ("exceeds the limit", "exceeds the total limit", "exceeded its local ephemeral storage limit")
 _IMAGE_REASONS = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 _CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_CRASHES = "CrashLoopBackOff"
+"""The reason of a native sidecar (an init container with restartPolicy Always). Nothing else in a pod starts again."""
+CRASHES = "CrashLoopBackOff"
+"""Only a native sidecar (an init container with restartPolicy Always) is started again and again."""
 FIRST_SIGNAL = 128
 """An exit code above this number means that a signal (the difference) ended the process."""
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 4096, 20
@@ -167,15 +171,16 @@ def find_disruption(pod: Pod, observed: Observed) -> tuple[str, str] | None:
 
 
 def find_blocked_container(pods: Iterable[Pod]) -> tuple[str, str] | None:
-    """Return why existing pods do not run, as (reason, message): an image or a container's configuration. None if no
-    container is blocked."""
+    """Return why existing pods do not run, as (reason, message): an image, a container's configuration, or a native
+    sidecar that ends before the ranks may start. None if no container is blocked."""
     for pod in pods:
         for name, container in pod.containers.items():
             if container.waiting in _IMAGE_REASONS:
                 text = " ".join(f"{pod.name}, container {name}: the image {container.image} cannot be pulled".split())
                 detail = container.waiting_message if container.waiting != "ImagePullBackOff" else ""
                 return "ImagePullBackOff", f"{text}: {detail}" if detail else text
-            if container.waiting in _CONFIG_REASONS:
+            is_crashing = container.waiting == _CRASHES and pod.container.started is None
+            if container.waiting in _CONFIG_REASONS or is_crashing:
                 return container.waiting, f"{pod.name}, container {name}: {container.waiting_message}"
     return None
 

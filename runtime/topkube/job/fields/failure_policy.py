@@ -46,8 +46,15 @@ DISRUPTIONS = (
     AVOIDED_NODE_NEEDED,
 )
 """Usual reasons of disruptions. Without a rule they restart the job and do not count against backoffLimit."""
-BLOCKED = ("ImagePullBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError")
-"""Reasons of containers that cannot start. Without a rule the job waits."""
+BLOCKED = (
+    "ImagePullBackOff",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+    "CrashLoopBackOff",
+)
+"""Reasons of containers that cannot start, or of native sidecars that end before the ranks may start. Without a rule
+the job waits."""
 FAILURES = (
     "Error",
     "OOMKilled",

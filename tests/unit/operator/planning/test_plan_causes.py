@@ -73,6 +73,10 @@ MISSING_IMAGE = {
 }
 MISSING_MANIFEST = {"worker": Container(waiting="ErrImagePull", waiting_message="manifest unknown")}
 KILLED_FOR_MEMORY = {"pod": WORKER, "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": TAIL}
+CRASHING_SIDECAR = {
+    "proxy": Container(waiting="CrashLoopBackOff", waiting_message="back-off 40s restarting failed container=proxy"),
+    "worker": Container(waiting="PodInitializing"),
+}
 CAUSES: dict[str, tuple[Callable[[SimulatedCluster], None], str, int | None, str, bool]] = {
     "exit code": (_end_worker(7), "Error", 7, "exit code 7", True),
     "exit code of a rank": (_end_launcher_with(reason="Error", rank=3, exitCode=7), "Error", 7, "exit code 7", True),
@@ -168,6 +172,11 @@ PENDING: dict[str, tuple[Callable[[SimulatedCluster], None], str, str]] = {
         _change_and_wait(0, containers=MISSING_MANIFEST),
         "ImagePullBackOff",
         "manifest unknown",
+    ),
+    "a native sidecar": (
+        _change_and_wait(0, containers=CRASHING_SIDECAR),
+        "CrashLoopBackOff",
+        "container proxy: back-off 40s",
     ),
     "no room": (
         _change_and_wait(0, scheduling_message="0/3 nodes: 3 Insufficient cpu."),
