@@ -230,11 +230,12 @@ def fetch_source() -> None:
 @app.command()
 def settings(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
+    output: OutputOption = OutputFormat.text,
 ) -> None:
     """List the environment variables that TopKube reads."""
     from topkube.cli.settings import show_settings
 
-    show_settings(markdown)
+    show_settings(markdown, output is OutputFormat.json)
 
 
 @app.command()

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 from topkube.cli.columns import align_columns
 from topkube.settings import Settings, list_set_variables
 
 
-def show_settings(markdown: bool) -> None:
-    """Print the table, or docs/settings.md."""
+def show_settings(markdown: bool, as_json: bool) -> None:
+    """Print the table, docs/settings.md, or the table as JSON, in which the present value is null if it is not set."""
     if markdown:
         print(build_settings_page(), end="")
+        return
+    values = list_set_variables()
+    if as_json:
+        entries = [
+            {
+                "variable": entry.metadata["variable"],
+                "default": entry.default,
+                "now": values.get(entry.metadata["variable"]),
+                "help": _describe_variable(entry),
+            }
+            for entry in dataclasses.fields(Settings)
+        ]
+        print(json.dumps(entries, indent=1))
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    values = list_set_variables()
     rows = [
         [
             entry.metadata["variable"],

@@ -167,6 +167,19 @@ def test_settings_without_a_terminal_are_a_line_each_with_the_values_as_they_are
     assert line.split()[1] == address
 
 
+def test_settings_as_json_have_the_default_and_the_present_value(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOPKUBE_DENSITY", "0.125")
+    monkeypatch.delenv("TOPKUBE_SIMD", raising=False)
+    assert run_app(["settings", "-o", "json"]) == 0
+    entries = {entry["variable"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert len(entries) == len(dataclasses.fields(Settings))
+    density, simd = entries["TOPKUBE_DENSITY"], entries["TOPKUBE_SIMD"]
+    assert (density["default"], density["now"]) == (0.01, "0.125")
+    assert (simd["default"], simd["now"]) == ("auto", None)
+
+
 def test_doctor_accepts_this_machine() -> None:
     ended = run_topkube("doctor", "-o", "json")
     report = json.loads(ended.stdout)
