@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import helm_python as helm
+import kubernetes_validate
 import pytest
 import typer
 import yaml
@@ -26,6 +27,7 @@ from topkube.cli import reference
 from topkube.cli.app import app
 from topkube.cli.run import summary
 from topkube.job import TrainingJob
+from topkube_operator.model.names import JOB_NAME
 
 DOCS = ROOT / "docs"
 OUTSIDE_THE_SITE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "ARCHITECTURE.md")]
@@ -254,6 +256,14 @@ def test_the_values_of_the_monitoring_pages_are_valid() -> None:
             for text in examples:
                 chart.validate_schema(yaml.safe_load(text))
                 chart.render(yaml.safe_load(text), name="topkube", namespace="topkube-system")
+
+
+def test_the_policy_for_namespaces_that_deny_outgoing_connections_is_valid() -> None:
+    (text,) = [text for text in read_blocks(DOCS / "platforms.md", "yaml") if "kind: NetworkPolicy" in text]
+    policy = yaml.safe_load(text)
+    kubernetes_validate.validate(policy, "1.33", strict=True)
+    pods = {"matchExpressions": [{"key": JOB_NAME, "operator": "Exists"}]}
+    assert (policy["spec"]["podSelector"], policy["spec"]["egress"]) == (pods, [{"to": [{"podSelector": pods}]}])
 
 
 def test_every_row_of_the_conformance_table_has_a_test_or_a_reason() -> None:
