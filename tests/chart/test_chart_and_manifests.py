@@ -50,6 +50,17 @@ def test_both_have_the_same_operator_pods_except_for_labels_and_default_argument
     )
 
 
+def test_pods_wait_for_linux_nodes() -> None:
+    """A cluster may have Windows nodes. The agents tolerate all taints, also those that keep Linux pods from them."""
+    chart = render({"cache": {"node": {"enabled": True, "namespaces": ["team-a"]}}})
+    plain = [*read_manifests("operator"), *read_manifests("node-cache/agent")]
+    for objects in (chart, plain):
+        templates = [find_only(kind, objects)["spec"]["template"] for kind in ("Deployment", "DaemonSet")]
+        assert [pod["spec"]["nodeSelector"] for pod in templates] == 2 * [{"kubernetes.io/os": "linux"}]
+    more = find_only("Deployment", render({"operator": {"nodeSelector": {"pool": "system"}}}))
+    assert more["spec"]["template"]["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "system"}
+
+
 def test_both_have_the_same_service_and_webhook() -> None:
     plain, chart = find_only("Service", read_manifests("operator")), find_only("Service", render())
     assert plain["spec"]["ports"] == chart["spec"]["ports"]
