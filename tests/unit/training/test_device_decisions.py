@@ -140,3 +140,19 @@ def test_optimizers_whose_step_does_more_than_their_kernels_are_left_to_the_host
     training.optimizer.step()
     assert not calls
     assert training.read_result()[0] == (0, 1)
+
+
+@pytest.mark.parametrize("check", ["auto", "host"])
+def test_steps_that_are_skipped_for_ever_are_reported(
+    streams: Streams, check: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = ConstantGradientTraining(streams, ADAMW, check)
+    for factors in [[torch.nan] * 15, [1.0], [torch.inf] * 16]:
+        for factor in factors:
+            training.run_step(factor)
+    assert not capsys.readouterr().err
+    for factor in [torch.nan] * 17:
+        training.run_step(factor)
+    reported = capsys.readouterr().err
+    assert reported.count("16 steps in a row were skipped") == reported.count("32 steps in a row were skipped") == 1
+    assert reported.count("steps in a row were skipped") == 2

@@ -48,6 +48,8 @@ class StepGradients:
         self._were_nonfinite = False
         """True if the last backward ended with gradients that were not finite."""
         self._skipped_in_a_row = 0
+        self._next_report = _MANY_SKIPPED
+        """The number of skipped steps in a row that is reported next."""
 
     # ---- during a backward
 
@@ -75,6 +77,9 @@ class StepGradients:
     def end_backward(self, nonfinite: bool | DeviceFlag, has_idle: bool) -> None:
         """Accept the exchanged gradients, or reject them on all ranks if they are `nonfinite`: the same on all ranks.
         `has_idle` is True if a rank did not use one of its parameters. All ranks call this together."""
+        if self._skipped_in_a_row >= self._next_report:  # of earlier backwards, about which all ranks know the same
+            self._next_report *= 2
+            self._report_skipped_steps()
         trainable = self._plan.list_trainable()
         were_nonfinite, self._were_nonfinite = self._are_nonfinite, nonfinite is True
         if isinstance(nonfinite, DeviceFlag):  # there are no residuals: they would depend on the answer
@@ -86,14 +91,14 @@ class StepGradients:
                 self._drop_unused(trainable)
         elif nonfinite:
             self._exchange.residuals.reject()
-            self.skipped_steps += not were_nonfinite
-            self._skipped_in_a_row += not were_nonfinite
+            if not were_nonfinite:
+                self._note_decision(True)
             self._are_nonfinite = True
             for parameter in trainable:  # the same on every rank, so that clipping and GradScaler decide the same
                 if parameter.tensor.grad is not None:
                     fill_with_nan(parameter.tensor.grad)
         else:
-            self._skipped_in_a_row = 0
+            self._note_decision(False)
             self._exchange.residuals.accept()
             if has_idle:
                 self._drop_unused(trainable)
@@ -102,9 +107,13 @@ class StepGradients:
                 self.norms.measure(gradients, self._exchange.residuals.list_arrays())
         for parameter in trainable:
             parameter.is_weightless = parameter.is_weighed = parameter.is_created = False
-        count = self._skipped_in_a_row
-        if self._are_nonfinite and not were_nonfinite and count >= _MANY_SKIPPED and count & (count - 1) == 0:
-            self._report_skipped_steps()
+
+    def _note_decision(self, is_skipped: bool) -> None:
+        """Count a step that all ranks skip, or note that they make it."""
+        self.skipped_steps += is_skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
+        if not is_skipped:
+            self._next_report = _MANY_SKIPPED
 
     def _drop_unused(self, parameters: list[Parameter]) -> None:
         """Set the gradient of a parameter that no rank used to None, as with one process, unless its residual was
@@ -182,8 +191,8 @@ class StepGradients:
     def _count(self, decision: StepDecision) -> bool:
         """Correct the numbers of steps. Return True if the gradients were not finite."""
         is_nonfinite = decision.flag.read()
+        self._note_decision(is_nonfinite)
         if is_nonfinite:
-            self.skipped_steps += 1
             self._in_force.retract(decision.steps)
             if decision.steps:
                 self._weights.withdraw()  # as on ranks that have read the flag earlier
