@@ -168,6 +168,15 @@ def test_a_process_has_one_communicator_per_device_and_ends_it(nccl_world: World
     assert communicator.ended == 1
 
 
+def test_a_communicator_of_an_older_torch_is_ended_too(nccl_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeNccl, "_shutdown", FakeNccl.shutdown, raising=False)
+    monkeypatch.delattr(FakeNccl, "shutdown")
+    group = find_node_group(nccl_world, torch.device("cuda", 0))
+    communicator = group._group
+    group.close()
+    assert communicator.ended == 1
+
+
 def test_two_series_of_collectives_do_not_mix(nccl_world: World) -> None:
     group = find_node_group(nccl_world, torch.device("cuda", 0))
     training, script = object(), object()

@@ -80,7 +80,8 @@ class RankGroup:
         """End the group. All of its ranks call this."""
         group, self._group = self._group, None
         if group is not None and self._is_nccl and not get_exit_status():  # after a failure, other ranks are gone
-            group.shutdown()
+            # Before version 2.6, torch has the second name only.
+            (group.shutdown if hasattr(group, "shutdown") else group._shutdown)()
 
     def _refuse_second_nccl(self) -> None:
         distributed = self._distributed
