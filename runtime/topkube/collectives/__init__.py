@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from topkube import algorithms
 from topkube.algorithms import MATRIX_RANK, Algorithm
-from topkube.arrays import Array, is_tensor, view_flat
+from topkube.arrays import FLOATS, Array, is_tensor, view_flat
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, load
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.collectives.error_feedback import Residual
@@ -114,8 +115,7 @@ def _reduce_on_device(
     residual: Any,
     dense_wire: str,
 ) -> Any:
-    if not x.is_contiguous():
-        raise ArgumentError("array is not contiguous", next_step="pass array.contiguous()")
+    flat = _view_flat_on_device(x, "array", FLOATS)
     engine: DeviceAllReduce | None = world.cache.get(f"all-reduce on {x.device}")
     if engine is None:
         engine = world.cache[f"all-reduce on {x.device}"] = DeviceAllReduce(world, x.device)
@@ -123,22 +123,35 @@ def _reduce_on_device(
     state = None
     if residual is not None and chosen.residual is not None:
         residual_elements = residual_length(chosen, world, x.numel())
-        is_float32 = is_tensor(residual) and residual.element_size() == 4 and residual.is_floating_point()
-        if not is_float32 or residual.device != x.device or residual.numel() != residual_elements:
+        if not is_tensor(residual) or residual.device != x.device or residual.numel() != residual_elements:
             raise ArgumentError(
                 f"residual is not a float32 tensor of {residual_elements} elements on {x.device}",
                 next_step=f"make it with torch.zeros({residual_elements}, device=array.device)",
             )
         state = Residual(0)
-        state.current, state.pending = residual, residual.new_empty(residual_elements)
+        state.current = _view_flat_on_device(residual, "residual", FLOATS[:1])
+        state.pending = residual.new_empty(residual_elements)
     engine.wait_for(engine.mark_caller())
-    engine.begin(load(chosen), Request(x.view(-1), op, density, wire, selection, state, dense_wire))
+    engine.begin(load(chosen), Request(flat, op, density, wire, selection, state, dense_wire))
     finite = engine.flush()
     engine.make_caller_wait()
     if state is not None and world.agree(finite):
-        residual.copy_(state.pending)
+        state.current.copy_(state.pending)
     _note_change(x)
     return x
+
+
+def _view_flat_on_device(x: Any, name: str, dtypes: Sequence[np.dtype[Any]]) -> Any:
+    """Return a 1-D view of a tensor on a device, as `view_flat` does for host memory. Raises ArgumentError."""
+    names = [dtype.name for dtype in dtypes]
+    if str(x.dtype).removeprefix("torch.") not in names:
+        raise ArgumentError(
+            f"{name} has dtype {x.dtype}; allowed: {', '.join(names)}",
+            next_step=f"convert it: {name}.to(torch.float32)",
+        )
+    if not x.is_contiguous():
+        raise ArgumentError(f"{name} is not contiguous", next_step=f"pass {name}.contiguous()")
+    return x.detach().view(-1)
 
 
 def new_residual(algorithm: str, length: int, world: World | None = None) -> Residual:
