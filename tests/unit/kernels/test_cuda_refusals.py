@@ -59,6 +59,7 @@ def test_arguments_are_refused_as_on_the_cpu(device: Device) -> None:
         (lambda: device_kernels.topk(x, 101), "k = 101 is outside"),
         (lambda: device_kernels.topk(x.view(10, 10).t(), 3), "not contiguous"),
         (lambda: device_kernels.topk(x.double(), 3), "dtype"),
+        (lambda: device_kernels.topk(torch._neg_view(x), 3), "memory holds other values"),
         (lambda: device_kernels.mstopk(x, 3, 0, 0), "iterations"),
         (lambda: device_kernels.compress_(half, x, 3, None), "out=torch.empty"),
         (lambda: device_kernels.compress_(x, x, 3, None), "overlap"),

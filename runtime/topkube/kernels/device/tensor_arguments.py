@@ -32,7 +32,7 @@ class TensorArguments:
         self.check_contiguous(x, name)
 
     def check_contiguous(self, x: Any, name: str) -> None:
-        """Check that x is a contiguous strided tensor."""
+        """Check that x is a contiguous strided tensor, and no view that negates what its memory holds."""
         if x.layout is not self.torch.strided:
             raise ArgumentError(f"{name} has layout {x.layout}, not strided", next_step=f"pass {name}.to_dense()")
         if not x.is_contiguous():
@@ -40,6 +40,12 @@ class TensorArguments:
                 f"{name} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()})",
                 cause="it is a transposed or sliced view",
                 next_step=f"pass a contiguous copy: {name}.contiguous()",
+            )
+        if x.is_neg():
+            raise ArgumentError(
+                f"{name} is a view whose memory holds other values: torch negates them when they are read",
+                cause="the imaginary part of a conjugate tensor",
+                next_step=f"pass {name}.clone()",
             )
 
     def convert_indices(self, indices: Any) -> Any:
