@@ -24,6 +24,7 @@ from topkube.processors import bind_near_pci, find_processors_near_pci
 from topkube.settings import Settings
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.reduction.devices import _format_pci_address, find_exchange_device, find_gpu
+from topkube.training.reporting.step_trace import StepTrace
 from topkube.world import World
 
 
@@ -72,6 +73,22 @@ def test_gpus_are_told_apart_without_what_older_versions_of_torch_do_not_tell(mo
     assert _format_pci_address(SimpleNamespace()) is None
     address = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     assert _format_pci_address(address) == "0000:3b:00.0"
+
+
+def test_a_trace_waits_for_the_gpu_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    def current_stream(device: Any = None) -> Any:
+        return SimpleNamespace(synchronize=lambda: waited.append(device))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    device = torch.device("cuda", 3)
+    parameters: Any = [("bias", torch.ones(2)), ("weight", SimpleNamespace(is_cuda=True, device=device))]
+    step_trace = StepTrace(SimpleNamespace(recording=True), parameters)  # type: ignore[arg-type]
+    step_trace.begin_backward()
+    assert waited == [device]
+    for handle in step_trace._handles:
+        handle.remove()
 
 
 def test_parts_of_a_gpu_and_sharded_parameters_are_refused() -> None:

@@ -64,7 +64,8 @@ class StepTrace:
     def __init__(self, recorder: trace.Trace, parameters: list[tuple[str, torch.Tensor]]) -> None:
         self._recorder = recorder
         self._names = {id(tensor): name.rpartition(".")[0] or name for name, tensor in parameters}
-        self._on_device = any(tensor.is_cuda for _, tensor in parameters)
+        self._device = next((tensor.device for _, tensor in parameters if tensor.is_cuda), None)
+        """The GPU of the model, which need not be the current device; None for a model in host memory."""
         self._layers: weakref.WeakKeyDictionary[torch.nn.Module, str | None] = weakref.WeakKeyDictionary()
         self._inside: list[tuple[torch.nn.Module, str, int, int]] = []
         """The modules whose forward has begun, the innermost last: module, name, and the clocks at the start."""
@@ -80,12 +81,12 @@ class StepTrace:
 
     def _read_clocks(self) -> tuple[int, int]:
         """Return the time, and the processor time of this thread, in nanoseconds."""
-        if self._on_device:
-            torch.cuda.current_stream().synchronize()
+        if self._device is not None:
+            torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter_ns(), time.thread_time_ns()
 
     def _record_span(self, category: str, name: str, start: tuple[int, int], end: tuple[int, int], **args: Any) -> None:
-        processor = None if self._on_device else max(end[1] - start[1], 0)
+        processor = None if self._device is not None else max(end[1] - start[1], 0)
         self._recorder.record_span(category, name, start[0], end[0], processor, trace.COMPUTE, **args)
 
     # ---- forward
