@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.step import checksums, weights_check
@@ -65,3 +66,22 @@ def test_sums_of_bits_change_if_values_change_places(dtype: torch.dtype) -> None
 def test_sums_of_bits_of_many_tensors_are_those_of_each() -> None:
     tensors = [torch.full((number % 5 + 1,), float(number)) for number in range(150)]
     assert checksums.sum_bits(tensors).tolist() == [int(checksums.sum_bits([tensor])) for tensor in tensors]
+
+
+def test_sums_of_bits_of_a_large_tensor_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch converts what it adds up to int64: that of a whole embedding would not fit on its GPU."""
+
+    class LargestSum(TorchDispatchMode):
+        length = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.name().startswith("aten::sum"):
+                self.length = max(self.length, args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    values = torch.randn(200_003, generator=torch.Generator().manual_seed(1))
+    expected = checksums.sum_bits([values])
+    monkeypatch.setattr(checksums, "_PIECE", 5 * checksums._COLUMNS)
+    with LargestSum() as largest:
+        assert torch.equal(checksums.sum_bits([values]), expected)
+    assert 0 < largest.length <= 5 * checksums._COLUMNS

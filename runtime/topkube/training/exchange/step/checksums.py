@@ -16,6 +16,9 @@ into other columns."""
 _GROUP = 64
 """The tensors whose columns are in memory at a time: 2 MB."""
 
+_PIECE = 4096 * _COLUMNS
+"""The values that are summed at a time. torch converts all of them to int64 first, which takes 134 MB."""
+
 
 def view_bytes(tensor: torch.Tensor) -> Any:
     """Return the bytes of a tensor in host memory as an array."""
@@ -31,7 +34,7 @@ def hash_bytes(tensor: torch.Tensor) -> int:
 def sum_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a checksum of each tensor, an int64 tensor on their device: the sum of its bits as integers, in columns
     with a weight per column. None of them is complex. A swap of two values changes it, unless they are a multiple of
-    4,093 elements apart. Two launches per tensor, and a few for a group of them."""
+    4,093 elements apart. Two launches per tensor, more if it is very large, and a few for a group of them."""
     groups = (tensors[first : first + _GROUP] for first in range(0, len(tensors), _GROUP))
     return torch.cat([_sum_bits_of_group(group) for group in groups])
 
@@ -43,8 +46,12 @@ def _sum_bits_of_group(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         bits = tensor.detach().contiguous().reshape(-1).view(width)
         whole = bits.numel() // _COLUMNS * _COLUMNS
-        if whole:
-            torch.sum(bits[:whole].view(-1, _COLUMNS), 0, dtype=torch.int64, out=sums)
+        for start in range(0, whole, _PIECE):
+            rows = bits[start : min(start + _PIECE, whole)].view(-1, _COLUMNS)
+            if start == 0:
+                torch.sum(rows, 0, dtype=torch.int64, out=sums)
+            else:
+                sums += torch.sum(rows, 0, dtype=torch.int64)
         sums[: bits.numel() - whole] += bits[whole:]
     return (by_column * _build_weights(device)).sum(1)
 
