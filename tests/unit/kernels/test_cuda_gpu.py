@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from cuda_device import have_same_bits
 
 from topkube import kernels
 from topkube.errors import ArgumentError, WireError
+from topkube.kernels.device.selection import SelectionKernels
 
 
 def needs_gpu(test: Any) -> Any:
@@ -61,6 +63,24 @@ def test_a_selection_waits_for_its_own_stream_only() -> None:
     assert not side.query()  # the call came back before the work was done
     side.synchronize()
     assert have_same_bits(indices, kernels.topk(doubled.cpu(), 100)[0])
+
+
+def test_the_effort_of_a_selection_in_any_stream_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class State:
+        is_cuda, device = True, "cuda:1"
+
+        def cpu(self) -> torch.Tensor:
+            done.append("copied")
+            return torch.zeros(256, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    library: Any = SimpleNamespace(read_effort=lambda _: SimpleNamespace(is_from_data=False))
+    selection = SelectionKernels(library)
+    selection._last.state, selection._last.passes = State(), SimpleNamespace(from_candidates=1)
+    assert selection.read_effort()[0] == 1
+    assert done == ["cuda:1", "copied"]
 
 
 @needs_gpu

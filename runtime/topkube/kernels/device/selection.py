@@ -99,7 +99,10 @@ class SelectionKernels(Launches):
 
     def read_effort(self) -> tuple[int, EffortRead]:
         """Return the passes over memory of this thread's last selection, and its state. Waits for the selection."""
-        read = self.library.read_effort(bytes(self._last.state.cpu().numpy()))
+        state = self._last.state
+        if state.is_cuda:
+            self.torch.cuda.synchronize(state.device)  # the stream of the selection need not be the current one
+        read = self.library.read_effort(bytes(state.cpu().numpy()))
         passes = self._last.passes
         return passes.from_data if read.is_from_data else passes.from_candidates, read
 
