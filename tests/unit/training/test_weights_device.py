@@ -172,3 +172,8 @@ def test_the_thread_of_the_exchange_uses_the_device_of_the_rank(streams: Streams
     threads = [thread for thread, device in streams.devices if device == CPU]
     assert threads
     assert threading.current_thread().name not in threads
+
+
+def test_the_noise_of_gradients_keeps_few_entries_in_memory(streams: Streams) -> None:
+    entries = Training().noise._entries
+    assert [chosen.untyped_storage().nbytes() for chosen in entries] == [8 * 256, 8 * 256]
