@@ -7,9 +7,11 @@ import datetime
 import enum
 import pathlib
 import pickle
+import weakref
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -312,3 +314,43 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path) -> None:
     loaded = read_state(tmp_path / "a.pt", written)["model"]
     assert loaded["0.weight"].data_ptr() == loaded["1.weight"].data_ptr()
     assert torch.equal(loaded["1.weight"], model[0].weight)
+
+
+def test_pinned_buffers_count_with_all_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from topkube.training.checkpoint.host_copies import HostCopies, NoRoom
+
+    allocate = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: allocate(*sizes, **options))
+    on_gpu: Any = SimpleNamespace(
+        is_cuda=True, shape=(100,), dtype=torch.uint8, numel=lambda: 100, element_size=lambda: 1
+    )
+    copies = HostCopies()
+    copies._budget = 250
+    copies._take_buffer("first", on_gpu)  # torch allocates 128 bytes
+    with pytest.raises(NoRoom):
+        copies._take_buffer("second", on_gpu)
+
+
+def test_pinned_buffers_that_have_no_room_are_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    from topkube.training.checkpoint import host_copies
+
+    buffers: list[weakref.ref[torch.Tensor]] = []
+    left: list[int] = []
+    allocate = torch.empty
+
+    def note_buffer(*sizes: Any, **options: Any) -> torch.Tensor:
+        buffer = allocate(*sizes, **options)
+        buffers.append(weakref.ref(buffer))
+        return buffer
+
+    def empty_cache() -> None:
+        left.append(sum(buffer() is not None for buffer in buffers))
+
+    monkeypatch.setattr(torch, "empty", note_buffer)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_emptyHostCache", empty_cache, raising=False)
+    monkeypatch.setattr(host_copies, "find_available_bytes", lambda: 2000)
+    state = {"first": torch.ones(300), "second": torch.ones(300)}
+    assert not host_copies.HostCopies().encode(state)[1]
+    assert len(buffers) == 1
+    assert left == [0]

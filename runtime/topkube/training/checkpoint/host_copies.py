@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,17 +32,26 @@ class HostCopies:
     def encode(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Return the encoded state of model and optimizer, and True if its tensors are copies, which are valid until
         the next call. If there is no room for copies, its tensors are those of `state`, with one warning per run."""
+        copied = self._encode_copies(state)
+        if copied is not None:
+            return copied, True
+        _free_pinned_memory()
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                "host memory has no room for a copy of model and optimizer: training waits while checkpoints are"
+                " written. Next: give the pod of rank 0 more memory"
+            )
+        return encode(state), False
+
+    def _encode_copies(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the encoded state with copies of its tensors, None if there is no room. The buffers are free then."""
         try:
             with self.take() as copy:
-                return encode(state, copy), True
+                encoded: dict[str, Any] = encode(state, copy)
+                return encoded
         except NoRoom:
-            if not self._has_warned:
-                self._has_warned = True
-                warn(
-                    "host memory has no room for a copy of model and optimizer: training waits while checkpoints are"
-                    " written. Next: give the pod of rank 0 more memory"
-                )
-            return encode(state), False
+            return None
 
     @contextmanager
     def take(self) -> Iterator[CopyTensor]:
@@ -75,17 +84,38 @@ class HostCopies:
             yield copy
         except NoRoom:
             self._buffers = {}
+            _wait_for(devices)
             raise
-        for device in devices:
-            torch.cuda.synchronize(device)
+        _wait_for(devices)
         self._buffers = used
 
     def _take_buffer(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._buffers.pop(path, None)
         if kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
             return kept
-        self._budget -= tensor.numel() * tensor.element_size()
+        self._budget -= _count_bytes(tensor)
         if self._budget < 0:
             raise NoRoom
         # A script may have set another default device.
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def _count_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a buffer for `tensor`. torch rounds pinned memory up to a power of two."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return 1 << (nbytes - 1).bit_length() if tensor.is_cuda and nbytes else nbytes
+
+
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait for the copies from these devices. torch frees no memory that a copy still writes."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _free_pinned_memory() -> None:
+    """Return the pinned memory that no tensor uses to the system. torch would keep it."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        names = ("_accelerator_emptyHostCache", "_host_emptyCache")  # the second one in older versions
+        empty = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
+        if empty is not None:
+            empty()
