@@ -120,6 +120,7 @@ class CodecAllReduce(ShardAllReduce):
     def _store(shard: Shard, total: Any) -> None:
         if total is not shard.values:
             kernels.cast_(shard.values, total)
+            shard.check(shard.values)  # the sum may be beyond the range of 16 bits
 
 
 class OneBit(CodecAllReduce):
@@ -214,6 +215,8 @@ class QuantisedAllReduce(CodecAllReduce, HalvableAllReduce):
                 if total is not shard.values:
                     segment = slice(*stage.bounds[owner : owner + 2])
                     kernels.cast_(shard.values[segment], total[segment])
+                    if owner == shard.world.node:  # other owners check theirs, before ranks agree on the step
+                        shard.check(shard.values[segment])
 
 
 def _find_scratch_of_halves(world: World, name: str, length: int, dtype: str) -> Array:
@@ -267,3 +270,5 @@ class SignSgd(ShardAllReduce):
         np.sign(votes, out=votes)
         votes *= np.repeat(scales, kernels.SIGN_BLOCK)[:length]
         shard.values[:] = votes.astype(shard.values.dtype)
+        if shard.request.dtype != "float32":
+            shard.check(shard.values)

@@ -11,7 +11,7 @@ import numpy as np
 
 from topkube import _kernels, kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
-from topkube.arrays import DTYPE_CODES, Array, as_bytes, is_tensor
+from topkube.arrays import DTYPE_CODES, FLOATS, Array, as_bytes, is_tensor
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense, reduce_into_residual
 from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import Exchanges, Place
@@ -25,6 +25,10 @@ from topkube.world import World
 
 _SPARSE_INSIDE = 0.25
 """Inside the node, encoded shards are gathered in place of dense ones if they are at most this share of the bytes."""
+
+_SURELY_FINITE = dict(zip(FLOATS, (3e38, 3e38, 6e4), strict=True))
+"""A sum of fewer magnitudes than 2^16 that is below this bound is finite in its type, also if each addition is
+rounded."""
 
 
 def count_selected(length: int, density: float, shards: int = 1) -> int:
@@ -122,6 +126,8 @@ class HiTopK(ShardAllReduce, HalvableAllReduce):
         k = min(count_selected(request.length, request.density, shard.world.shards), len(values))
         size = kernels.encoded_size(len(values), k, request.wire)
         shard.finite.append(kernels.sum_rows_(values, received, size, wait=False))
+        if request.dtype != "float32":  # the sum may be beyond the range of 16 bits
+            shard.check(values)
 
 
 class Naive(AllReduce):
@@ -206,14 +212,16 @@ def _select(shard: Array, k: int, request: Request, row: Array) -> None:
 
 
 def _sum_rows(out: Array, rows: Array, k: int, wire: str) -> bool:
-    """Replace out by the sum of the sparse vectors in `rows`, added in their order. Return True if all values are
-    finite."""
+    """Replace out by the sum of the sparse vectors in `rows`, added in their order. Return True if it is finite: a sum
+    of finite values may be beyond the range of out's type."""
     if out.size == 0:
         return True
     size = kernels.encoded_size(out.size, min(k, out.size), wire)
     parts = [kernels.decode(row[:size], length=out.size) for row in rows]
     _kernels.sum_sparse(as_bytes(out), DTYPE_CODES[out.dtype], parts)
-    return all(kernels.is_finite(values) for _, values in parts)
+    # A sum that is surely in the range needs no pass over `out`. The comparison with a NaN is False.
+    bound = sum(max(values.max(initial=0).item(), -values.min(initial=0).item()) for _, values in parts)
+    return bound < _SURELY_FINITE[out.dtype] or bool(kernels.is_finite(out))
 
 
 def _is_finite(row: Array, length: int, k: int, wire: str) -> bool:

@@ -166,6 +166,17 @@ def case_a_dense_value_beyond_16_bits_shows_as_not_finite(world: World) -> None:
     assert world.agree(finite) == (world.nodes == 1)
 
 
+def case_a_sum_beyond_16_bits_shows_as_not_finite(world: World) -> None:
+    """What the nodes send is finite, but its sum is not. A step with it would make weights infinite."""
+    for name in ALGORITHMS:
+        algorithm = find_algorithm(name)
+        for value in (40_000.0, 0.0):
+            x = np.full(3_000, value if world.rank < 2 else 0.0, np.float16)
+            residual = Residual(residual_length(algorithm, world, x.size)) if algorithm.compresses else None
+            finite = load(algorithm).run(world, Request(x, "sum", density=1.0, residual=residual))
+            assert world.agree(finite) == world.agree(bool(np.isfinite(x).all())), f"{name} {value}"
+
+
 def hash_bits(data: bytes) -> int:
     import xxhash
 
