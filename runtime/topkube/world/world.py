@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import time
@@ -108,6 +109,7 @@ class World:
     """True after `shutdown` or `close`."""
     _lost_connections: LostConnections = field(default_factory=LostConnections)
     _has_warned: bool = False
+    _process: int = field(default_factory=os.getpid)
     cache: dict[str, Any] = field(default_factory=dict)
     """Objects that higher floors keep as long as the world lives: work buffers, the shared-memory object."""
 
@@ -136,8 +138,17 @@ class World:
         return self.crowding > 1
 
     def enter(self, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
-        """Count a wait of `series`, and store its start time. Raises WorldError if the world is closed."""
+        """Count a wait of `series`, and store its start time. Raises WorldError if the world is closed, or in a child
+        that the rank has forked: it has the same connections, and would take the messages of the rank."""
         forget_exit()
+        if os.getpid() != self._process:
+            raise WorldError(
+                f"this process is a child of rank {self.members[self.rank]}, and only the rank itself can take part in"
+                " what ranks do together",
+                cause="a worker of a DataLoader, or another process that the script forked, called a function of"
+                " topkube",
+                next_step="call it in the rank's own process",
+            )
         if self.is_closed:
             raise WorldError(
                 "this world was closed", next_step="create another one: topkube.init(), topkube.new_world()"

@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import resource
+import signal
 import threading
 import time
 
@@ -296,3 +297,27 @@ def case_a_rank_that_can_open_no_more_files_says_so_in_a_long_wait(world: World)
     lines = said.getvalue().splitlines()
     assert len(lines) == 1  # the wait has checked several times
     assert f"warning: rank {world.members[world.rank]} has {free} files and connections open" in lines[0]
+
+
+def case_a_forked_child_takes_no_part(world: World) -> None:
+    """It has the connections of the rank, and would take its messages."""
+    calls_of_child = (topkube.barrier, lambda: topkube.reduce(1), lambda: topkube.allreduce_(np.ones(3, np.float32)))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        for call in calls_of_child:
+            try:
+                call()
+                os.write(writing, b"returned\n")
+            except WorldError as error:
+                os.write(writing, f"{error}\n".encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as said:
+        lines = said.read().splitlines()
+    assert len(lines) == len(calls_of_child)
+    assert all(f"a child of rank {world.members[world.rank]}" in line for line in lines), lines
+    topkube.barrier()
+    assert topkube.reduce(1) == world.size
