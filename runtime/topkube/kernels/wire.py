@@ -113,6 +113,9 @@ def encode(
     size = _kernels.encoded_size(length, flat_indices.size, code)
     buffer = np.empty(size, np.uint8) if out is None else view_flat(out, "out", writable=True, dtypes=(_UINT8,))
     check_same_length("out", buffer.size, "the encoded shard", size)
+    for name, array in (("indices", flat_indices), ("values", flat_values), ("residual", flat_residual)):
+        if out is not None and array is not None:
+            check_apart(name, array, "out", buffer)
     position = _kernels.encode(
         flat_indices,
         as_bytes(flat_values),

@@ -120,6 +120,14 @@ def test_a_buffer_with_wrong_fields_and_a_correct_checksum_cannot_write_out_of_b
     kernels.decode_add_(dense, buffer)
 
 
+MEMORY = np.zeros(100, np.float32)
+
+
+def view_row(memory: Any) -> Any:
+    """Return room for three of 100 entries at the start of `memory`."""
+    return memory.view(np.uint8)[: kernels.encoded_size(100, 3)]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -131,6 +139,12 @@ def test_a_buffer_with_wrong_fields_and_a_correct_checksum_cannot_write_out_of_b
         (lambda i, v: kernels.encode(i, v, 2**32), "length"),
         (lambda i, v: kernels.encode(i, v, 100, residual=np.zeros(99, np.float32)), "residual has 99"),
         (lambda i, v: kernels.encode(i, v, 3, residual=v), "overlap"),
+        (lambda i, v: kernels.encode(i, MEMORY[:3], 100, out=view_row(MEMORY)), "values and out overlap"),
+        (
+            lambda i, v: kernels.encode(MEMORY.view(np.uint32)[:3], v, 100, out=view_row(MEMORY)),
+            "indices and out overlap",
+        ),
+        (lambda i, v: kernels.encode(i, v, 100, residual=MEMORY, out=view_row(MEMORY)), "residual and out overlap"),
     ],
 )
 def test_unusable_shards_are_not_encoded(call: Any, message: str) -> None:

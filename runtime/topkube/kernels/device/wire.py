@@ -94,6 +94,9 @@ class WireKernels(Launches):
         size = _count_wire_bytes(length, flat_indices.numel(), wire)
         buffer = self.allocate(values, size, self.torch.uint8) if out is None else self.flatten_buffer(out)
         check_same_length("out", buffer.numel(), "the encoded shard", size)
+        for name, tensor in (("indices", flat_indices), ("values", values), ("residual", residual)):
+            if out is not None and tensor is not None:
+                self.check_apart(name, tensor, "out", buffer)
         verdict = self.allocate_verdict(values)
         arguments = (
             flat_indices.data_ptr(), values.data_ptr(), self.dtype_codes[values.dtype], flat_indices.numel(), length,
