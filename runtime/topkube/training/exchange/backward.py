@@ -205,11 +205,13 @@ class Backward:
         if self.queue.step_trace is not None:
             itemsize = parameter.dtype.itemsize
             self.queue.step_trace.note_gradient(parameter.name, parameter.length, itemsize, parameter.is_always_dense)
+        bucket = self.plan.find_bucket(parameter)
         if not self.synchronizes:
-            self._untouched.append(parameter)
+            # DeAR needs all gradients side by side. A later backward adds to them where they are.
+            if bucket is None or not self.exchange.is_decoupled or not bucket.take_in(parameter):
+                self._untouched.append(parameter)
             self.has_unsynchronized = parameter.is_weighed = True
             return
-        bucket = self.plan.find_bucket(parameter)
         if bucket is None or not self.plan.is_agreed:
             self._untouched.append(parameter)
             self._seen.append(parameter.index)

@@ -295,6 +295,23 @@ def case_accumulated_gradients_are_exchanged_late(world: World) -> None:
     check_equal(script)
 
 
+def case_steps_that_accumulate_under_no_sync_are_late(world: World) -> None:
+    late = []
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        for number in (100, 200):
+            with optimizer.no_sync():
+                model.uses_odd = number == 100  # the layer has its gradient before the last backward
+                run_backward(model, number + step)
+        run_backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        late.append(is_late(optimizer))
+
+    check_equal(script)
+    assert late == [False, *[world.nodes > 1] * (STEPS - 1), *[False] * STEPS]  # the first plans
+
+
 def case_every_reader_sees_finished_weights(world: World) -> None:
     """The mean of the weights after each step, by reads of every kind."""
     readers: list[Callable[[nn.Module], list[torch.Tensor]]] = [
