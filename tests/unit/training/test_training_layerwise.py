@@ -17,6 +17,7 @@ from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.optimizers.parallel_tensor import assign_layers, compute_norms
+from topkube.training.optimizers.parallel_tensor import map as map_layers
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -194,6 +195,12 @@ def test_shares_are_balanced(sizes: list[int], ranks: int) -> None:
     loads = [sum(size for size, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(ranks)]
     assert len(owner) == len(sizes)
     assert max(loads) - min(loads) <= max(sizes, default=0)  # moving a layer to another rank would not help
+
+
+def test_a_rank_alone_gets_floats_like_many_ranks() -> None:
+    """Whatever the function returns: tensors would keep their dtype, and their graph."""
+    numbers = map_layers(lambda layers: torch.ones(len(layers), 2, dtype=torch.bfloat16), [3, 5], 2, parallel=False)
+    assert [[type(number) for number in row] for row in numbers] == [[float] * 2] * 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

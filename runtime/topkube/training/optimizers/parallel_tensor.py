@@ -80,14 +80,14 @@ def compute_norms(*tensor_lists: Tensors, parallel: bool = False, ranks: World |
 
 
 def _check_shape(rows: Sequence[Sequence[float]], layers: int, numbers: int) -> list[list[float]]:
-    """Return the rows if there are `layers` rows of `numbers` numbers."""
+    """Return the rows as floats if there are `layers` rows of `numbers` numbers."""
     if len(rows) != layers or any(len(row) != numbers for row in rows):
         raise ArgumentError(
             f"the function of map returned numbers of shape {[len(row) for row in rows][:4]} for {layers} layers",
             cause=f"it must return {numbers} numbers for each layer",
             next_step="return a list of that many numbers for each index that the function receives",
         )
-    return [list(row) for row in rows]
+    return [[float(number) for number in row] for row in rows]
 
 
 def _compute_local_norms(tensors: Tensors) -> list[float]:
