@@ -379,6 +379,8 @@ def test_the_plot_is_a_png_file(tmp_path: Path) -> None:
         (["--plot", "plan.png"], "--plot needs the time of a step"),
         (["--trace", "absent.json"], "the trace absent.json cannot be read"),
         (["--model", "gpt2", "--compute", "0.1", "--device-memory", "much"], "--device-memory is 'much'"),
+        (["--model", "gpt2", "--device-memory", "16GB"], "the largest batch is unknown"),
+        (["--compute", "0.1", "--device-memory", "16GB"], "the largest batch is unknown"),
         (["--model", "gpt2", "--compute", "0.1", "--dear"], "--dear is set, and the gradients are on a GPU"),
         (["--dear", "--no-overlap"], "--dear is set, and exchanges do not overlap"),
         (["--delay", "1", "--no-overlap"], "--delay is 1, and exchanges do not overlap"),

@@ -102,6 +102,7 @@ def read_comparison(options: PlanOptions) -> Comparison:
     if options.device not in (None, "cpu", "gpu"):
         raise ArgumentError(f"--device is {options.device!r}", next_step="choose cpu or gpu")
     profile, model = read_profile(options)
+    _check_device_memory(options, profile, model)
     elements = profile.elements if profile else model.parameters if model else count_parameters(options)
     latency = profile.latency if profile and profile.latency else _LATENCY
     cores = options.cores or (profile.cores if profile and profile.cores else math.inf)
@@ -140,6 +141,19 @@ def read_comparison(options: PlanOptions) -> Comparison:
     if profile is not None and not profile.on_cpu:
         choices = tuple(choice for choice in keep_device_choices(choices) if choice.on_device)
     return Comparison(situation, elements, wanted, listed, profile, model, choices)
+
+
+def _check_device_memory(options: PlanOptions, profile: StepProfile | None, model: Model | None) -> None:
+    """Raise ArgumentError if --device-memory is no size, or has no effect."""
+    if options.device_memory is None:
+        return
+    parse_size(options.device_memory, "", "--device-memory")
+    if model is None or profile is None:
+        raise ArgumentError(
+            "--device-memory is set, and the largest batch is unknown",
+            cause="it follows from the activations of a built-in model, and is one of the recommendations for a step",
+            next_step="add --model and --compute, or leave out --device-memory",
+        )
 
 
 def _read_formats(options: PlanOptions, aggregation: Aggregation | None) -> tuple[float, str, str]:
