@@ -78,7 +78,14 @@ def test_mistakes_in_a_schedule_are_refused(
         build_settings(algorithm, schedule=schedule, **options)
 
 
-@pytest.mark.parametrize("text", ["[", "3", "[3]", '[{"step": 3}]', '[{"algorithm": "dense"}]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[", "3", "[3]", '[{"step": 3}]', '[{"algorithm": "dense"}]'),
+        *('[{"fromStep": "3", "density": 0.1}]', '[{"fromStep": 3, "density": "x"}]', '[{"fromStep": null}]'),
+        *('[{"fromStep": 3, "algorithm": 5}]', '[{"fromStep": 3, "period": 2.5}]'),
+    ],
+)
 def test_a_malformed_variable_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match="is not a list of stages"):
         AggregationSettings.from_settings(Settings(schedule=text))

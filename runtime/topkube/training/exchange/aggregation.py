@@ -199,9 +199,20 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
     if not text:
         return ()
     try:
-        return tuple(Stage(**{_FIELDS[name]: value for name, value in entry.items()}) for entry in json.loads(text))
+        stages = [Stage(**{_FIELDS[name]: value for name, value in entry.items()}) for entry in json.loads(text)]
+        for stage in stages:
+            _check_types(stage)
+        return tuple(stages)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArgumentError(
             f"the schedule is not a list of stages: {type(error).__name__}: {error}",
             next_step='set TOPKUBE_SCHEDULE to a list such as [{"fromStep": 2000, "algorithm": "dense"}]',
         ) from None
+
+
+def _check_types(stage: Stage) -> None:
+    """Raise TypeError if a value of a stage has another type than its field."""
+    for name, kind in (("from_step", int), ("algorithm", str), ("density", int | float), ("period", int)):
+        value = getattr(stage, name)
+        if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and name != "from_step")):
+            raise TypeError(f"{name} is {value!r}")
