@@ -6,6 +6,7 @@ unchanged. What git ignores is left out; `.topkubeignore` has the same form and 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -34,6 +35,8 @@ USUALLY_IGNORED = (
 )
 """Patterns of files that are not code, or that may hold credentials, which everybody who can read the ConfigMap would
 see. `!PATTERN` in .topkubeignore packs such files."""
+_GIT_FOLDER = ".git"
+"""The folder, or in a worktree the file, that git never tracks. Its configuration may hold credentials."""
 _MOST_FILES, _MOST_BYTES = 20_000, 64 << 20
 _LARGEST_SHOWN = 5
 
@@ -103,6 +106,8 @@ class _Patterns:
     spec: Any
     folder: str = "."
     prefix: str = ""
+    is_of_git: bool = False
+    """True for the patterns of a .gitignore."""
 
     def is_ignored(self, name: str) -> bool | None:
         """Return the decision of the last pattern that matches the path `name` below the root; None if none matches."""
@@ -118,14 +123,15 @@ def _list_files(root: Path) -> Iterator[tuple[Path, str]]:
     repository = next((index for index, parent in enumerate(folders) if (parent / ".git").exists()), 0)
     for parent in reversed(folders[1 : repository + 1]):
         prefix = f"{root.relative_to(parent).as_posix()}/"
-        patterns += [_Patterns(spec, prefix=prefix) for spec in _read_specs(parent)]
+        patterns += [_Patterns(spec, prefix=prefix, is_of_git=of_git) for spec, of_git in _read_specs(parent)]
     yield from _walk_folder(root, root, patterns)
 
 
 def _walk_folder(root: Path, folder: Path, patterns: list[_Patterns]) -> Iterator[tuple[Path, str]]:
     """Yield the files of `folder` and their paths below `root`. `patterns` holds the patterns of the folders above."""
     below = folder.relative_to(root).as_posix()
-    patterns = [*patterns, *(_Patterns(spec, folder=below) for spec in _read_specs(folder))]
+    own_patterns = [_Patterns(spec, folder=below, is_of_git=of_git) for spec, of_git in _read_specs(folder)]
+    patterns = [*patterns, *own_patterns]
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -136,7 +142,7 @@ def _walk_folder(root: Path, folder: Path, patterns: list[_Patterns]) -> Iterato
         path = Path(entry.path)
         name = path.relative_to(root).as_posix()
         is_folder = entry.is_dir(follow_symlinks=False)
-        if _is_ignored(name + ("/" if is_folder else ""), patterns):
+        if entry.name == _GIT_FOLDER or _is_ignored(name + ("/" if is_folder else ""), patterns):
             continue
         if is_folder:
             yield from _walk_folder(root, path, patterns)
@@ -152,23 +158,34 @@ def _walk_folder(root: Path, folder: Path, patterns: list[_Patterns]) -> Iterato
 
 
 def _is_ignored(name: str, patterns: list[_Patterns]) -> bool:
-    """Return the decision of the last pattern that matches `name`, as in git."""
-    decisions = (file_patterns.is_ignored(name) for file_patterns in reversed(patterns))
-    return next((decision for decision in decisions if decision is not None), False)
+    """Return the decision of the last pattern that matches `name`, as in git. A .gitignore takes in what another
+    .gitignore leaves out, but not what is usually ignored: `!*/` stands in many of them."""
+    git_takes_in = False
+    for file_patterns in reversed(patterns):
+        if file_patterns.is_of_git and git_takes_in:
+            continue
+        decision = file_patterns.is_ignored(name)
+        if decision is False and file_patterns.is_of_git:
+            git_takes_in = True
+        elif decision is not None:
+            return decision
+    return False
 
 
-def _read_specs(folder: Path) -> list[Any]:
+def _read_specs(folder: Path) -> list[tuple[Any, bool]]:
+    """Return the patterns of the folder's files, and True for those of .gitignore."""
     specs = []
     for name in IGNORE_FILES:
         try:
-            lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = (folder / name).read_text(encoding="utf-8-sig", errors="replace").split("\n")
         except OSError:
             continue
-        specs.append(_parse_patterns(lines))
+        specs.append((_parse_patterns([line.removesuffix("\r") for line in lines]), name == ".gitignore"))
     return specs
 
 
 def _parse_patterns(lines: list[str]) -> Any:
+    """Return the patterns in `lines`. Lines that are no patterns, such as a lone `!`, have no effect, as in git."""
     try:
         import pathspec
     except ImportError:
@@ -177,7 +194,11 @@ def _parse_patterns(lines: list[str]) -> Any:
             cause="topkube was installed for local runs only",
             next_step=build_install_command("cluster"),
         ) from None
-    return pathspec.GitIgnoreSpec.from_lines(lines)
+    patterns: list[Any] = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            patterns += pathspec.GitIgnoreSpec.from_lines([line]).patterns
+    return pathspec.GitIgnoreSpec(patterns)
 
 
 def _build_size_error(folder: Path | None, files: Mapping[str, tuple[Path | None, int]], excess: str) -> SourceError:

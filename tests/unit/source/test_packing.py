@@ -82,8 +82,16 @@ def test_credentials_and_environments_are_not_sent(tmp_path: Path) -> None:
     ]
     code = _write_files(tmp_path / "code", train_py="", **dict.fromkeys(names, ""))
     assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"train.py"}
-    (code / ".topkubeignore").write_text("!.env\n")
+    (code / ".gitignore").write_text("!*/\n!.env\n")
+    assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"train.py"}
+    (code / ".topkubeignore").write_text("!.env\n!.git/\n")
     assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"train.py", ".env"}
+
+
+def test_lines_that_are_no_patterns_and_a_byte_order_mark_have_no_effect(tmp_path: Path) -> None:
+    code = _write_files(tmp_path / "code", train_py="", **{"notes.txt": "", "out.log": ""})
+    (code / ".gitignore").write_bytes(b"\xef\xbb\xbfnotes.txt\r\n!\r\n*.log\r\n")
+    assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"train.py"}
 
 
 def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
