@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,18 @@ def test_a_log_stream_that_breaks_continues_where_it_was(
     assert run_app(["logs", "j", "--kubeconfig", str(start_server(answer))]) == 0
     assert capsys.readouterr().out.split() == [word for letter in "abcde" for word in ("[worker0.rank0]", letter)]
     assert "sinceTime=2025-01-01T00%3A00%3A02.2Z" in requests[1]
+
+
+def test_a_line_of_many_megabytes_is_read_in_linear_time(start_server: Callable[[Answers], Path]) -> None:
+    seconds = []
+    for mebibytes in (4, 32):
+        text = b"a\n" + b"x" * (mebibytes << 20) + b"\nb\n\nend"
+        answer: Answer = (200, text, {})
+        api = connect(ClusterLocation(start_server(lambda method, path, answer=answer: answer)))
+        before = time.process_time()
+        assert list(api.read_lines("/log", {})) == text.split(b"\n")
+        seconds.append(time.process_time() - before)
+    assert seconds[1] < 20 * seconds[0] + 1, "8 times the bytes would take 64 times as long"
 
 
 PASSING_FAILURES: dict[str, Answer] = {

@@ -91,19 +91,24 @@ class Api:
         import urllib3
 
         response = self._send("GET", path, query, None, JSON, silent_seconds)
-        unfinished = b""
+        unfinished = list[bytes]()  # the pieces of a line, which may have many megabytes
         try:
             if response.status >= 400:
                 raise _build_refusal_error(response.status, response.read(), "GET", path, self.namespace)
             for piece in response.stream(1 << 16, decode_content=False):
-                *whole, unfinished = (unfinished + piece).split(b"\n")
-                yield from whole
+                *whole, rest = piece.split(b"\n")
+                if whole:
+                    yield b"".join([*unfinished, whole[0]])
+                    unfinished = []
+                    yield from whole[1:]
+                if rest:
+                    unfinished.append(rest)
         except urllib3.exceptions.HTTPError as error:
             raise self._build_silence_error(error) from None
         finally:
             response.close()
         if unfinished:
-            yield unfinished
+            yield b"".join(unfinished)
 
     def _send(
         self, method: str, path: str, query: Mapping[str, Any], body: Any, content: str, silent: float | None = None
