@@ -177,7 +177,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_PEER_FIELDS = {"namespaceSelector", "podSelector", "ipBlock"}
+_SELECTOR_FIELDS = {"matchLabels", "matchExpressions"}
+_PEER_FIELDS = {
+    "namespaceSelector": _SELECTOR_FIELDS,
+    "podSelector": _SELECTOR_FIELDS,
+    "ipBlock": {"cidr", "except"},
+}
+"""The fields of a peer, and of what is in them. The API server drops other fields: a selector with a misspelt field
+would admit all pods."""
 
 
 def _parse_peers(text: str) -> list[dict[str, Any]]:
@@ -186,14 +193,19 @@ def _parse_peers(text: str) -> list[dict[str, Any]]:
         peers = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(peers, list) or not all(
-        isinstance(peer, dict) and peer and set(peer) <= _PEER_FIELDS for peer in peers
-    ):
+    if not isinstance(peers, list) or not all(map(_is_peer, peers)):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a list of peers, such as "
             '[{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "vmagent"}}, "namespaceSelector": {}}]'
         )
     return [{field: _remove_empty(value) for field, value in peer.items()} for peer in peers]
+
+
+def _is_peer(peer: Any) -> bool:
+    """Return True if a value has only fields that a peer of a NetworkPolicy has."""
+    if not isinstance(peer, dict) or not peer or not peer.keys() <= _PEER_FIELDS.keys():
+        return False
+    return all(isinstance(value, dict) and value.keys() <= _PEER_FIELDS[field] for field, value in peer.items())
 
 
 def _remove_empty(value: Any) -> Any:

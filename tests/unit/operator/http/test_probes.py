@@ -126,7 +126,18 @@ def test_tokens_never_travel_without_tls(capsys: pytest.CaptureFixture[str]) -> 
     assert "--metrics-authentication needs --metrics-tls" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[1]", "[{}]", '[{"podSelectr": {}}]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        "[1]",
+        "[{}]",
+        '[{"podSelectr": {}}]',
+        '[{"podSelector": {"matchLabel": {"a": "b"}}}]',  # the API server would store a selector of all pods
+        '[{"ipBlock": "10.0.0.0/8"}]',
+    ],
+)
 def test_a_malformed_list_of_peers_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([f"--metrics-from={text}"])
