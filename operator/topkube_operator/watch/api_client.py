@@ -187,9 +187,11 @@ class ApiClient:
     # Writing.
 
     def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Create the object of a manifest, and return it as it was stored."""
+        """Create the object of a manifest, and return it as it was stored. A pod comes from a template of a user: from
+        Kubernetes 1.25 on, the API server refuses an unknown field in it, which it would drop otherwise."""
         path = self._build_path(manifest["kind"], manifest["metadata"]["namespace"])
-        return self._write("POST", path, manifest, query={"fieldManager": names.FIELD_MANAGER})
+        strict = {"fieldValidation": "Strict"} if manifest["kind"] == "Pod" else {}
+        return self._write("POST", path, manifest, query={"fieldManager": names.FIELD_MANAGER, **strict})
 
     def apply(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Apply a manifest on the server side. If another manager owns a field of the manifest, the operator takes over

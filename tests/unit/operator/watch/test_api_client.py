@@ -41,19 +41,37 @@ def test_retry_after_is_read_and_bounded(header: str | timedelta | None, least: 
     assert least <= error.wait <= most
 
 
-def test_our_finalizer_is_removed_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call removes it. The call names no resource version, because other controllers write the pod too."""
-    sent: dict[str, Any] = {}
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[ApiClient, dict[str, Any]]:
+    """A client that sends nothing, and its last call."""
+    last: dict[str, Any] = {}
 
     def call(method: str, path: str, body: Any, **more: Any) -> dict[str, Any]:
-        sent.update(method=method, path=path, body=body, **more)
+        last.update(method=method, path=path, body=body, **more)
         return {}
 
     cluster = ApiClient.__new__(ApiClient)
     monkeypatch.setattr(cluster, "is_acting", lambda: True, raising=False)
     monkeypatch.setattr(cluster, "call", call)
-    monkeypatch.setattr(cluster, "_resources", {"Pod": ("v1", "pods")}, raising=False)
+    resources = {"Pod": ("v1", "pods"), "Service": ("v1", "services")}
+    monkeypatch.setattr(cluster, "_resources", resources, raising=False)
+    return cluster, last
+
+
+def test_our_finalizer_is_removed_and_no_other(sent: tuple[ApiClient, dict[str, Any]]) -> None:
+    """One call removes it. The call names no resource version, because other controllers write the pod too."""
+    cluster, last = sent
     cluster.remove_finalizer("team", "train-launcher-1", "uid-1")
-    assert (sent["method"], sent["path"]) == ("PATCH", "/api/v1/namespaces/team/pods/train-launcher-1")
-    assert sent["content"] == "application/strategic-merge-patch+json"
-    assert sent["body"]["metadata"] == {"uid": "uid-1", "$deleteFromPrimitiveList/finalizers": [names.ENDING]}
+    assert (last["method"], last["path"]) == ("PATCH", "/api/v1/namespaces/team/pods/train-launcher-1")
+    assert last["content"] == "application/strategic-merge-patch+json"
+    assert last["body"]["metadata"] == {"uid": "uid-1", "$deleteFromPrimitiveList/finalizers": [names.ENDING]}
+
+
+def test_a_misspelt_field_in_a_template_is_refused_and_not_dropped(sent: tuple[ApiClient, dict[str, Any]]) -> None:
+    """Objects of other kinds come from the operator. Their schema may be older, such as that of a PodGroup."""
+    cluster, last = sent
+    validations = {}
+    for kind in ("Pod", "Service"):
+        cluster.create({"kind": kind, "metadata": {"namespace": "team", "name": "a"}})
+        validations[kind] = last["query"].get("fieldValidation")
+    assert validations == {"Pod": "Strict", "Service": None}
