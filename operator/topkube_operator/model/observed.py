@@ -112,6 +112,8 @@ class Pod:
     """False if an annotation of the pod states that its group makes no more replacements."""
     containers: Mapping[str, Container] = field(default_factory=dict)
     """Containers and init containers, by name."""
+    sidecars: frozenset[str] = frozenset()
+    """The native sidecars, by name: init containers with restartPolicy Always. They never make the pod fail."""
 
     @classmethod
     def from_object(cls, pod: Mapping[str, Any]) -> Pod:
@@ -153,6 +155,9 @@ class Pod:
             pod_group=labels.get(names.KUEUE_GROUP) or "",
             is_retriable=annotations.get(names.KUEUE_RETRIABLE) != "false",
             containers={entry["name"]: Container.from_status(entry) for entry in statuses},
+            sidecars=frozenset(
+                entry["name"] for entry in spec.get("initContainers") or () if entry.get("restartPolicy") == "Always"
+            ),
         )
 
     @property
@@ -166,7 +171,8 @@ class Pod:
         init container) that prevented its start. Empty if no container has ended with an error."""
         if self.container.exit_code is not None:
             return self.main_container if self.container.exit_code else ""
-        return next((name for name, container in self.containers.items() if container.exit_code), "")
+        failed = (name for name, container in self.containers.items() if container.exit_code)
+        return next((name for name in failed if name not in self.sidecars), "")
 
     @property
     def has_launcher(self) -> bool:

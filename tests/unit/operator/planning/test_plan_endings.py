@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from child_builders import build_launcher, parse_job
+from child_builders import build_launcher, build_worker, parse_job
 from simulated_cluster import SimulatedCluster, start_running_job
 from simulated_job import build_job
 from simulated_kubelets import RANK_FAILED
 
 from topkube_operator.model import names
-from topkube_operator.model.observed import Container, Pod
+from topkube_operator.model.observed import Container, Observed, Pod
+from topkube_operator.planning.causes.pod_failures import find_pod_failure
 
 LAUNCHER = "train-launcher-1-uid-1"
 
@@ -202,6 +203,25 @@ def test_a_native_sidecar_neither_decides_nor_keeps_a_job_from_ending(state: str
     world.change(LAUNCHER, containers=pod.containers, phase=pod.phase)
     world.reconcile()
     assert world.status["phase"] == "Succeeded"
+
+
+def test_a_native_sidecar_is_not_named_for_the_failure_of_an_init_container() -> None:
+    """When an init container fails, the kubelet kills the sidecars that have started before it."""
+    spec = {
+        "initContainers": [{"name": "proxy", "image": "proxy:1", "restartPolicy": "Always"}],
+        "containers": [{"name": "worker", "image": "train:1", "command": ["python", "train.py"]}],
+    }
+    manifest, _ = build_worker(parse_job(template={"spec": spec}, source={"configMap": {"name": "code"}}))
+    manifest["metadata"] |= {"uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    statuses = {
+        "phase": "Failed",
+        "initContainerStatuses": [_build_status("proxy", 137), _build_status("topkube-source", 3)],
+        "containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}],
+    }
+    pod = Pod.from_object({**manifest, "status": statuses})
+    assert pod.failed_container == "topkube-source"
+    failure = find_pod_failure(pod, Observed())
+    assert (failure.exit_code, failure.message) == (3, "container topkube-source: ended with exit code 3")
 
 
 # Logs that can be read afterwards.
