@@ -29,7 +29,7 @@ from topkube_operator.model.observed import Observed
 from topkube_operator.model.status import Event, StatusDraft
 from topkube_operator.planning.causes.pod_failures import Failure
 
-_HARDWARE = ("NodeLost", "UnexpectedAdmissionError", HARDWARE_FAULT)
+_HARDWARE = ("NodeLost", "UnexpectedAdmissionError", "TopologyAffinityError", HARDWARE_FAULT)
 """One failure with such a reason is enough for the job to avoid the node."""
 _NOT_THE_NODE = (*SCRIPT_ERRORS, SOURCE_UNAVAILABLE, SETUP_FAILED, "OOMKilled", "Evicted")
 """Reasons of failures that the job itself, or a store outside the cluster, causes."""

@@ -26,6 +26,7 @@ _NODE_REASONS = (
     "Terminated",
     "NodeAffinity",
     "UnexpectedAdmissionError",
+    "TopologyAffinityError",
     "Preempting",
     "TaintManagerEviction",
 )

@@ -95,6 +95,20 @@ def test_failures_by_the_job_or_the_cluster_do_not_count_against_the_node(reason
     assert _list_avoided_nodes(world) == []
 
 
+@pytest.mark.parametrize("reason", ["UnexpectedAdmissionError", "TopologyAffinityError"])
+def test_a_node_whose_kubelet_refuses_a_pod_is_avoided_and_the_restart_does_not_count(reason: str) -> None:
+    """The scheduler sees neither a broken device nor the room of a NUMA node: it would choose the node again."""
+    world = start_running_job(workers=1, runPolicy={"backoffLimit": 0})
+    (name,) = (name for name in world.pods if "worker-0" in name)
+    world.change(name, node="node-c", phase="Failed", reason=reason, message="refused", containers={})
+    world.report = None
+    world.wait(60)
+    world.reconcile()
+    status = world.status
+    assert (status["phase"], status["restarts"], status["disruptions"]) == ("Restarting", 0, 1)
+    assert (status["firstFailure"]["reason"], _list_avoided_nodes(world)) == (reason, ["node-c"])
+
+
 def test_a_lost_node_is_avoided_when_it_is_back() -> None:
     world = start_running_job(workers=1, runPolicy=MANY_RESTARTS)
     world.change("train-worker-0-1-uid-1", node="node-c")
