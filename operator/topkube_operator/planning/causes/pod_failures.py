@@ -30,6 +30,9 @@ _NODE_REASONS = (
     "Preempting",
     "TaintManagerEviction",
 )
+_LOST_CONTAINER_REASONS = ("ContainerStatusUnknown", "Unknown")
+"""The reasons of a container that ended without its kubelet, such as at a restart of the node. The kubelet did not find
+the container again (137), or containerd did not find its process (255)."""
 # Our names for reasons of the DisruptionTarget condition. Other reasons keep their names.
 _DISRUPTIONS = {
     "PreemptionByScheduler": "Preempted",
@@ -168,6 +171,8 @@ def find_disruption(pod: Pod, observed: Observed) -> tuple[str, str] | None:
         return "NodeLost", f"its node, {pod.node}, is lost"
     if pod.deletion is not None:
         return "Deleted", "the pod was deleted: a drain, a preemption, or by hand"
+    if pod.container.ended_reason in _LOST_CONTAINER_REASONS:
+        return "NodeLost", f"its node, {pod.node}, lost the container, as at a restart of the node"
     return None
 
 

@@ -156,6 +156,14 @@ CAUSES: dict[str, tuple[Callable[[SimulatedCluster], None], str, int | None, str
         "container prepare: exceeded its memory limit",
         True,
     ),
+    "its node restarted": (_end_worker(255, ended_reason="Unknown"), "NodeLost", 255, "restart of the node", True),
+    "its node restarted without its runtime's data": (
+        _end_worker(137, ended_reason="ContainerStatusUnknown"),
+        "NodeLost",
+        137,
+        "restart of the node",
+        True,
+    ),
     "its node is lost": (_lose_node, "NodeLost", None, "node-x", False),
     "deleted": (lambda world: world.remove(WORKER), "Deleted", None, "removed", False),
     "does not call": (_let_worker_be_missing, "RendezvousTimeout", None, WORKER, True),
@@ -226,6 +234,17 @@ def test_every_cause_is_named_with_a_log_tail_that_outlives_the_pods(cause: str)
         world.end_launcher(1, {**RANK_FAILED, "pod": None})
         world.reconcile()
     _check_kept_after_cleanup(world)
+
+
+def test_a_restart_of_the_launchers_node_does_not_count() -> None:
+    world = start_running_job(runPolicy={"backoffLimit": 0})
+    (launcher,) = (name for name in world.pods if "launcher" in name)
+    ended = Container(started=START, exit_code=255, ended=START, ended_reason="Unknown")
+    world.change(launcher, phase="Failed", containers={"launcher": ended})
+    world.reconcile()
+    status = world.status
+    assert (status["phase"], status["restarts"], status["disruptions"]) == ("Restarting", 0, 1)
+    assert (status["firstFailure"]["reason"], status["firstFailure"]["pod"]) == ("NodeLost", launcher)
 
 
 @pytest.mark.parametrize("cause", PENDING)
