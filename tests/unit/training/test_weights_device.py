@@ -129,6 +129,9 @@ def test_a_delayed_exchange_on_the_device_is_added_in_order(streams: Streams, st
     if stages == 1 and algorithm == "onebit":  # one node owes nothing, unless it is the owner of a segment
         assert all(torch.equal(weight, then) for weight, then in zip(training.weights, before, strict=True))
     assert "delayed" in streams.count_submitted_work(), "the exchange has a stream of its own"
+    del training, exchange  # the parameters may still change
+    streams.check_freed_memory()
+    assert not streams.hazards
 
 
 def test_a_delayed_exchange_in_host_memory_is_added_in_order(streams: Streams) -> None:

@@ -129,6 +129,7 @@ class DeviceChunk(ChunkExchange):
         None if every node has one rank."""
         if self._change is None:
             self._change = torch.from_numpy(self._change_in_host).to(self._device.device, copy=True)
+        self._device.lend(self._change, self._device.mark_caller())  # it may be freed before it is added
         self._write(torch._foreach_add_, self._change, call)
 
     @property
