@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import os
 import time
@@ -203,6 +204,31 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
             results.append(copy_weights(model))
             optimizer.unwrap()
         assert all(map(torch.equal, *results)), name
+
+
+def case_skipped_steps_are_reported_together_whoever_decides(world: World) -> None:
+    """The host of rank 0 decides, because its optimizer has a hook, and the devices of the other ranks decide."""
+    if world.nodes > 1:
+        return
+    model, output = build_network(), io.StringIO()
+    settings = Settings(node_exchange="torch", finite_check="device")
+    adam = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
+    optimizer = build_optimizer(model, adam, aggregation="dense", settings=settings)
+    if world.rank == 0:
+        optimizer.inner.register_step_post_hook(lambda *_: None)
+    left_to_device = 0
+    with contextlib.redirect_stderr(output):
+        for step in range(19):
+            x, y = draw_samples(8 * topkube.size(), step)
+            loss = compute_loss(model, take_own_part(x), take_own_part(y))
+            (loss * torch.nan if step else loss).backward()
+            left_to_device += optimizer._backward.gradients.decisions.is_undecided
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (left_to_device > 0) == (world.rank > 0)
+    assert output.getvalue().count("16 steps in a row were skipped") == (world.rank == 0)
+    assert (optimizer.steps, optimizer.skipped_steps) == (1, 18)
+    optimizer.unwrap()
 
 
 def case_hosts_decide_while_messages_pass_through_their_memory(world: World) -> None:
