@@ -207,10 +207,12 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
 
 
 def case_skipped_steps_are_reported_together_whoever_decides(world: World) -> None:
-    """The host of rank 0 decides, because its optimizer has a hook, and the devices of the other ranks decide."""
+    """The host of rank 0 decides, because its optimizer has a hook, and the devices of the other ranks decide. Later
+    steps do not use one of the parameters."""
     if world.nodes > 1:
         return
     model, output = build_network(), io.StringIO()
+    model.register_parameter("used_once", torch.nn.Parameter(torch.ones(30)))
     settings = Settings(node_exchange="torch", finite_check="device")
     adam = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
     optimizer = build_optimizer(model, adam, aggregation="dense", settings=settings)
@@ -221,7 +223,7 @@ def case_skipped_steps_are_reported_together_whoever_decides(world: World) -> No
         for step in range(19):
             x, y = draw_samples(8 * topkube.size(), step)
             loss = compute_loss(model, take_own_part(x), take_own_part(y))
-            (loss * torch.nan if step else loss).backward()
+            (loss * torch.nan if step else loss + model.used_once.sum()).backward()
             left_to_device += optimizer._backward.gradients.decisions.is_undecided
             optimizer.step()
             optimizer.zero_grad()

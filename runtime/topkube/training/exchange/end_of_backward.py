@@ -59,6 +59,7 @@ class EndOfBackward:
         self._queue.hand_over_rest()
         digest = self._weights.take_digest()
         nonfinite, left_out_buckets = self._queue.finish()
+        may_differ = isinstance(nonfinite, DeviceFlag)  # between ranks: their hosts may read it or leave it
         can_gather_late = late is not None and not are_hooks_deferred and self._can_gather_late(late)
         own_report = self._report(nonfinite is True, seen, digest, late is not None, can_gather_late)
         agreed = agree_at_end(self._agreement, self._plan.comparison, own_report)
@@ -71,13 +72,13 @@ class EndOfBackward:
             has_idle, can_gather_late = True, False
             more_nonfinite = self._exchange_new_buckets(seen, left_out_buckets)
             (any_nonfinite,) = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite)])
-            nonfinite = bool(any_nonfinite > 0)
+            nonfinite, may_differ = bool(any_nonfinite > 0), False
         if late is not None and self._exchange.reduced_parts is not None:
             if nonfinite or has_idle or not can_gather_late:
                 communication_thread.run(self._exchange.reduced_parts.gather_now)
             else:
                 late.begin_gathers(self._exchange.reduced_parts.take())
-        self._gradients.end_backward(nonfinite, has_idle)
+        self._gradients.end_backward(nonfinite, has_idle, may_differ)
         self._tune(agreed.is_saved, late)
         if digest is not None:
             self._weights.report(digest, agreed.has_equal_weights, first=False)

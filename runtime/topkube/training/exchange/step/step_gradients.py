@@ -74,9 +74,10 @@ class StepGradients:
             return False
         return not self.measures_norms and not self._weights.is_first_due
 
-    def end_backward(self, nonfinite: bool | DeviceFlag, has_idle: bool) -> None:
+    def end_backward(self, nonfinite: bool | DeviceFlag, has_idle: bool, may_differ: bool = False) -> None:
         """Accept the exchanged gradients, or reject them on all ranks if they are `nonfinite`: the same on all ranks.
-        `has_idle` is True if a rank did not use one of its parameters. All ranks call this together."""
+        `has_idle` is True if a rank did not use one of its parameters. `may_differ` is True if other ranks may have a
+        flag in place of the bool, or the reverse. All ranks call this together."""
         if self._skipped_in_a_row >= self._next_report:  # of earlier backwards, about which all ranks know the same
             self._next_report *= 2
             self._report_skipped_steps()
@@ -97,6 +98,8 @@ class StepGradients:
             for parameter in trainable:  # the same on every rank, so that clipping and GradScaler decide the same
                 if parameter.tensor.grad is not None:
                     fill_with_nan(parameter.tensor.grad)
+            if has_idle and may_differ:  # the ranks that have a flag do not know yet that gradients are not finite
+                self._drop_unused(trainable)
         else:
             self._note_decision(False)
             self._exchange.residuals.accept()
