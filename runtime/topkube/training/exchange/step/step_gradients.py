@@ -47,6 +47,8 @@ class StepGradients:
         """True if the next step must be skipped."""
         self._were_nonfinite = False
         """True if the last backward ended with gradients that were not finite."""
+        self._was_skipped = False
+        """True if the last step was skipped, and its gradients may still be there."""
         self._skipped_in_a_row = 0
         self._next_report = _MANY_SKIPPED
         """The number of skipped steps in a row that is reported next."""
@@ -83,6 +85,7 @@ class StepGradients:
             self._report_skipped_steps()
         trainable = self._plan.list_trainable()
         were_nonfinite, self._were_nonfinite = self._are_nonfinite, nonfinite is True
+        self._was_skipped = False
         if isinstance(nonfinite, DeviceFlag):  # there are no residuals: they would depend on the answer
             self.decisions.hold(nonfinite)
             self._exchange.write_nan_if_flagged(
@@ -153,11 +156,14 @@ class StepGradients:
 
     def decide_step(self) -> bool:
         """Return True if the optimizer makes its step. It does not if all ranks agreed that a gradient is not finite,
-        unless the script has made the gradient finite since. Also forgets that agreement. If the device decides, the
-        optimizer makes its step, which then changes nothing if a gradient is not finite."""
+        unless the script has made the gradient finite since. Also forgets that agreement: a second step with the same
+        gradients reads them. If the device decides, the optimizer makes its step, which then changes nothing if a
+        gradient is not finite."""
         if self.decisions.is_undecided and not self.decisions.are_possible:  # the script has changed the optimizer
             self.settle()
-        skip, self._are_nonfinite = self._are_nonfinite and (self._were_nonfinite or self._has_nonfinite()), False
+        is_certain = self._are_nonfinite and self._were_nonfinite
+        skip = is_certain or ((self._are_nonfinite or self._was_skipped) and self._has_nonfinite())
+        self._are_nonfinite, self._was_skipped = False, skip
         return not skip
 
     def _has_nonfinite(self) -> bool:
@@ -190,6 +196,7 @@ class StepGradients:
             self._were_nonfinite = self._count(current)
             # If the optimizer has launched its step, the device has skipped that step already.
             self._are_nonfinite = self._were_nonfinite and not current.steps
+            self._was_skipped = self._were_nonfinite and current.steps > 0
 
     def _count(self, decision: StepDecision) -> bool:
         """Correct the numbers of steps. Return True if the gradients were not finite."""
@@ -204,4 +211,4 @@ class StepGradients:
     def forget(self) -> None:
         """Note that gradients were zeroed."""
         self.decisions.end_current()
-        self._are_nonfinite = self._were_nonfinite = False
+        self._are_nonfinite = self._were_nonfinite = self._was_skipped = False
