@@ -67,7 +67,7 @@ def create_world(
     handles, window, links = [comm], np.zeros(0, np.uint8), None
     try:
         with explain_mpi_errors(MPI):
-            handles.append(node_comm := comm.Split(node, comm.rank))
+            handles.append(node_comm := allow_long_messages(MPI, comm.Split(node, comm.rank)))
             window_bytes = agree_on_window(MPI, comm, node_comm, is_sub_world) if has_window else 0
             # By node: the rank of a node among the others is its number for all local ranks, in whatever order ranks
             # come.

@@ -335,7 +335,7 @@ def case_a_message_may_have_more_bytes_than_mpi_counts(world: World) -> None:
         world.wait([comm.Irecv(arrived, before), comm.Isend(sent, (world.rank + 1) % world.size)], "a long message")
         assert (arrived == np.random.default_rng(before).integers(0, 256, size, np.uint8)).all()
     counts_all = MPI.Get_version()[0] >= 4  # Open MPI 5 has version 3.1
-    used = [one for one in (world.comm, world.cross_comm) if one is not None]
+    used = [one for one in (world.comm, world.node_comm, world.cross_comm) if one is not None]
     assert all((type(one) is MPI.Intracomm) == counts_all for one in used)
 
 
