@@ -52,7 +52,8 @@ class RunReports:
                 self._writer = TerminalBar()
 
     def close(self) -> None:
-        """Report no more."""
+        """Report no more. The record of a step after which the script left the loop is not written yet."""
+        self.write_alone()
         self._world.cache.pop(REPORTER, None)
         if self._writer is not None:
             self._writer.close()

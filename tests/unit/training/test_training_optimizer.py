@@ -268,17 +268,23 @@ def test_progress_is_written_step_by_step(tmp_path: Path) -> None:
     assert all({"data", "forward", "backward", "update"} <= record.seconds.keys() for record in records)
 
 
-def test_a_script_that_breaks_off_leaves_its_last_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_loop", [False, True])
+def test_a_script_that_breaks_off_leaves_its_last_record(tmp_path: Path, keeps_loop: bool) -> None:
+    """Also if a variable keeps the iterator after the run."""
     model = build_model()
     optimizer = build_optimizer(model)
     with topkube.checkpointing(model, optimizer, settings=Settings(run_directory=str(tmp_path))) as run:
-        for x in run.progress(torch.randn(5, 4, 20)):
+        batches = [run.progress(torch.randn(5, 4, 20))]
+        for x in batches[0] if keeps_loop else batches.pop():
             run.loss(model(x).square().mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if run.step == 2:
+            if run.step == 2:  # the step of this batch is the third
                 break
-    assert [record.step for record, _ in read_records(tmp_path / "progress.jsonl")] == [1, 2]
+    assert [record.step for record, _ in read_records(tmp_path / "progress.jsonl")] == [1, 2, 3]
+    assert run.step == 3
+    for loop in batches:
+        loop.close()
 
 
 def test_a_plain_optimizer_cannot_be_checkpointed() -> None:
