@@ -47,8 +47,6 @@ _IMAGE_REASONS = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrIm
 _CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _CRASHES = "CrashLoopBackOff"
 """The reason of a native sidecar (an init container with restartPolicy Always). Nothing else in a pod starts again."""
-CRASHES = "CrashLoopBackOff"
-"""Only a native sidecar (an init container with restartPolicy Always) is started again and again."""
 FIRST_SIGNAL = 128
 """An exit code above this number means that a signal (the difference) ended the process."""
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 4096, 20
