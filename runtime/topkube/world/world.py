@@ -139,9 +139,10 @@ class World:
 
     def enter(self, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
         """Count a wait of `series`, and store its start time. Raises WorldError if the world is closed, or in a child
-        that the rank has forked: it has the same connections, and would take the messages of the rank."""
+        that the rank has forked: it has the same connections, and would take the messages of the rank. A child of a
+        single rank may train alone."""
         forget_exit()
-        if os.getpid() != self._process:
+        if self.size > 1 and os.getpid() != self._process:
             raise WorldError(
                 f"this process is a child of rank {self.members[self.rank]}, and only the rank itself can take part in"
                 " what ranks do together",
