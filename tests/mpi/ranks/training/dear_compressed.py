@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import topkube
-from ranks.training.dear import (
+from ranks.training.dear_scene import (
     STEPS,
     DearNetwork,
     build_adamw,
