@@ -55,6 +55,7 @@ OURS = (
     *("dense", "dense_bf16", "dear", "dear_bf16", "int8", "int4", "int4_dear", "int3", "hitopk", "hitopk_dear"),
     *("onebit", "onebit_delayed", "topk1bit", "topk1bit_delayed"),
     *("onebit_period2", "onebit_period4", "onebit_period4_delayed", "auto", "auto_dear", "auto_own"),
+    *("powersgd_rank1", "acpsgd_rank1", "acpsgd_rank2", "acpsgd_rank4"),
 )
 PEERS = ("ddp", "fp16", "powersgd1", "powersgd2", "powersgd4")
 PLAIN = "plain"

@@ -111,6 +111,8 @@ class TopKubeTrainer:
                 options["delay"] = 1
             elif variant.startswith("period"):
                 options["period"] = int(variant.removeprefix("period"))
+            elif variant.startswith("rank"):
+                options["matrix_rank"] = int(variant.removeprefix("rank"))
             elif variant == "own":
                 options["node_weights"] = "own"
             elif variant == "dear":

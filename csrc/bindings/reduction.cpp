@@ -1,4 +1,5 @@
 #include "bindings/bind.hpp"
+#include "cpu/reduction/low_rank.hpp"
 #include "cpu/reduction/reduce.hpp"
 #include "cpu/reduction/sparse_sum.hpp"
 
@@ -6,6 +7,7 @@ namespace topkube {
 namespace {
 
 using Indices = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 }  // namespace
@@ -95,6 +97,23 @@ void bind_reduction(nb::module_& module) {
         sum_sparse(to, dtype, length, sparse);
       },
       nb::arg("out"), nb::arg("dtype"), nb::arg("parts"));
+  module.def(
+      "low_rank_product",
+      [](Bytes out, int code, WritableFloats residual, Floats left, Floats right, std::size_t rank, float weight) {
+        const Dtype dtype = dtype_of(code);
+        require(rank >= 1, "rank is 0");
+        const std::size_t rows = left.size() / rank, columns = right.size() / rank;
+        require(left.size() == rows * rank && right.size() == columns * rank, "a factor has no whole number of rows");
+        require(residual.size() == rows * columns && out.size() == residual.size() * item_size(dtype),
+                "out, residual and factors differ in length");
+        void* to = out.data();
+        float* rest = residual.data();
+        const float *a = left.data(), *b = right.data();
+        nb::gil_scoped_release release;
+        low_rank_product(to, dtype, rest, a, b, rows, columns, rank, weight);
+      },
+      nb::arg("out"), nb::arg("dtype"), nb::arg("residual"), nb::arg("left"), nb::arg("right"), nb::arg("rank"),
+      nb::arg("weight"));
 }
 
 }  // namespace topkube

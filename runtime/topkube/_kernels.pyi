@@ -157,6 +157,9 @@ class TcpLinks:
     def close(self) -> None: ...
 
 def sum_sparse(out: Array, dtype: int, parts: Sequence[tuple[Array, Array]]) -> None: ...
+def low_rank_product(
+    out: Array, dtype: int, residual: Array, left: Array, right: Array, rank: int, weight: float
+) -> None: ...
 def gather_memory(source: Array, offsets: Array, lengths: Array, out: Array) -> None:
     """Copy the records source[offset : offset + length] to `out`, one after the other. offsets, lengths: int64."""
 

@@ -88,6 +88,26 @@ void narrow<F16>(void* out, const float* input, std::size_t length, float scale)
 }
 #endif
 
+template <class T>
+void low_rank_row(void* out, float* residual, const float* left, const float* right, std::size_t columns, std::size_t rank,
+                  float weight) {
+  constexpr std::size_t part = 512;  // the sums stay in the first-level cache
+  alignas(64) float sums[part];
+  auto* to = static_cast<typename T::Item*>(out);
+  for (std::size_t start = 0; start < columns; start += part) {
+    const std::size_t length = part < columns - start ? part : columns - start;
+    for (std::size_t i = 0; i < length; ++i) sums[i] = 0.0f + left[0] * right[start + i];
+    for (std::size_t column = 1; column < rank; ++column) {
+      const float* factor = right + column * columns + start;
+      for (std::size_t i = 0; i < length; ++i) sums[i] += left[column] * factor[i];
+    }
+    narrow<T>(to + start, sums, length, 1.0f);
+    widen<T>(sums, to + start, length);
+    float* rest = residual + start;
+    for (std::size_t i = 0; i < length; ++i) rest[i] = canonical(rest[i] - weight * sums[i]);
+  }
+}
+
 template <class Bits, Bits infinity>
 bool is_finite(const void* data, std::size_t length) {
   const auto* in = static_cast<const Bits*>(data);

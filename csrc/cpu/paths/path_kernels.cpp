@@ -36,6 +36,7 @@ const PathKernels TOPKUBE_TABLE(TOPKUBE_PATH) = {
     .summarise_magnitudes = {summarise_magnitudes<F32, std::uint32_t>, summarise_magnitudes<BF16, std::uint16_t>,
                              summarise_magnitudes<F16, std::uint16_t>},
     .add_f32 = add_f32,
+    .low_rank_row = {low_rank_row<F32>, low_rank_row<BF16>, low_rank_row<F16>},
     .sign_pack = sign_pack,
     .sign_unpack_add = sign_unpack_add,
     .write_planes = write_planes,

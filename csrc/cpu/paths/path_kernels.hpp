@@ -49,6 +49,11 @@ struct PathKernels {
   // out = (a + b) * scale, fp32. `out` may be `a` or `b`.
   void (*add_f32)(float* out, const float* a, const float* b, std::size_t length, float scale);
 
+  // One row of cpu/reduction/low_rank.hpp.
+  using LowRankRow = void (*)(void* out, float* residual, const float* left, const float* right, std::size_t columns,
+                              std::size_t rank, float weight);
+  LowRankRow low_rank_row[3];
+
   // One block of cpu/sign/sign.hpp, of at most 256 elements. `sign_pack` returns the scale as bf16; the sum of |x| has a fixed
   // order (sign_loops.hpp). `sign_unpack_add` adds +-scales[p] over the parts, in their order, and then adds that sum.
   std::uint16_t (*sign_pack)(float* values, std::size_t length, std::uint8_t* bits);

@@ -37,8 +37,6 @@ from topkube.world import World
 _LEAST_NEW = 1e-6
 """A column of P becomes zero if less than this share of its norm is independent of the columns before it. The matrix
 then has a lower rank, and the rest of the column is a rounding error."""
-_BLOCK_ELEMENTS = 1 << 15
-"""Elements of P Q^T that are computed together, so that they stay in the cache."""
 
 
 class _LowRank(AllReduce):
@@ -228,18 +226,10 @@ class _Factorization:
         """Write P Q^T of each matrix into `out`, this rank's shard of the array, and subtract `weight` times that from
         the shard that the factors came from."""
         for piece in self._pieces:
-            columns = np.ascontiguousarray(rights[piece.matrix][piece.left : piece.right].T)
-            width, left = piece.right - piece.left, lefts[piece.matrix]
-            step = max(1, _BLOCK_ELEMENTS // width)
-            for row in range(0, piece.rows, step):
-                rows = left[piece.row + row : piece.row + min(row + step, piece.rows)]
-                product = np.zeros((len(rows), width), np.float32)
-                for rank, column in enumerate(columns):
-                    product += rows[:, rank : rank + 1] * column
-                start = piece.at + row * width
-                target = out[start : start + product.size]
-                target[:] = product.reshape(-1).astype(out.dtype)
-                self._own[start : start + product.size] -= np.float32(weight) * target.astype(np.float32)
+            left = lefts[piece.matrix][piece.row : piece.row + piece.rows]
+            right = rights[piece.matrix][piece.left : piece.right]
+            place = slice(piece.at, piece.at + piece.rows * (piece.right - piece.left))
+            kernels.low_rank_product_(out[place], self._own[place], left, right, weight)
 
     def sum_over_all(self, factors: Array) -> None:
         """Replace `factors` by their sum over all ranks: inside the node, between nodes, inside the node."""

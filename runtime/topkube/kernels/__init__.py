@@ -11,6 +11,7 @@ from topkube import _kernels
 from topkube.errors import SettingsError
 from topkube.kernels.arguments import SETTINGS, SIGN_BLOCK
 from topkube.kernels.dense import add_, cast_, is_finite, scale_, sum_
+from topkube.kernels.low_rank import low_rank_product_
 from topkube.kernels.parts import IntegerLayout, SignLayout, pack_parts_, unpack_add_parts_
 from topkube.kernels.previous_threshold import PreviousThreshold
 from topkube.kernels.quantised import (
@@ -64,6 +65,7 @@ __all__ = [
     "is_finite",
     "last_effort",
     "last_thresholds",
+    "low_rank_product_",
     "mstopk",
     "pack_parts_",
     "quantised_bytes",
