@@ -175,6 +175,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "checkpoints": build_checkpoints_section,
     "ranks": ranks_report.build_section,
     "step": step_report.build_section,
+    "step_avx2": step_report.build_section_without_avx512,
     "step_links": step_report.build_links_section,
     "timeline": timeline_report.build_section,
     "target_loss": target_loss_report.build_section,

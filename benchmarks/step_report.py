@@ -51,13 +51,42 @@ SPEEDS = {
     "DDP, PowerSGD": ["powersgd1", "powersgd2", "powersgd4"],
 }
 """The columns of the overview, and whose speeds they show: that of the fastest of these contenders."""
+SPEEDS_WITHOUT_AVX512 = {
+    "no exchange": ["plain"],
+    "`dense`": ["dense"],
+    "`int3`": ["int3"],
+    "`auto`": ["auto"],
+    "DDP, PowerSGD rank 1": ["powersgd1"],
+    "`acpsgd`, rank 1": ["acpsgd_rank1"],
+    "DDP, PowerSGD rank 4": ["powersgd4"],
+    "`acpsgd`, rank 4": ["acpsgd_rank4"],
+}
+"""The columns of the overview of a second machine."""
 FIXED = ("dense", "int8", "int4", "int3")
 """What `auto` may choose if nodes have equal weights."""
 LINKS = {"unshaped": "link not shaped", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
 def build_section(stored: dict[str, Any]) -> dict[str, str]:
-    """Return a table for each layout and link, and the facts of the run."""
+    """Return a table for each layout and link, their overview, and the facts of the run."""
+    tables, speeds = _build_tables(stored, SPEEDS)
+    return {
+        "TRAINING_STEP": "\n\n".join(tables),
+        "TRAINING_STEP_SPEEDS": speeds,
+        "TRAINING_STEP_FACTS": format_facts(stored["facts"]),
+    }
+
+
+def build_section_without_avx512(stored: dict[str, Any]) -> dict[str, str]:
+    """Return the overview of the tables of a machine without AVX-512, and the facts of the run."""
+    return {
+        "TRAINING_STEP_AVX2_SPEEDS": _build_tables(stored, SPEEDS_WITHOUT_AVX512)[1],
+        "TRAINING_STEP_AVX2_FACTS": format_facts(stored["facts"]),
+    }
+
+
+def _build_tables(stored: dict[str, Any], columns: dict[str, list[str]]) -> tuple[list[str], str]:
+    """Return a table for each layout and link, and their overview with `columns`."""
     tables, speeds = [], []
     for model, words in MODELS.items():
         own = [row for row in stored["rows"] if row.get("model", "gpt") == model]
@@ -70,14 +99,8 @@ def build_section(stored: dict[str, Any]) -> dict[str, str]:
                     if measured := sorted({f"{row['date']}, load {row['load']:g}" for row in rows if "date" in row}):
                         title += f" ({'; '.join(measured)})"
                     tables.append(f"{title}\n\n{_format_table(rows)}")
-                    speeds.append(_list_speeds(f"{nodes} × {ranks}, {link}{words}", rows))
-    return {
-        "TRAINING_STEP": "\n\n".join(tables),
-        "TRAINING_STEP_SPEEDS": format_table(
-            ["", "DDP, ms", *SPEEDS, "`auto` / fixed"], [row for row in speeds if row]
-        ),
-        "TRAINING_STEP_FACTS": format_facts(stored["facts"]),
-    }
+                    speeds.append(_list_speeds(f"{nodes} × {ranks}, {link}{words}", rows, columns))
+    return tables, format_table(["", "DDP, ms", *columns, "`auto` / fixed"], [row for row in speeds if row])
 
 
 def build_links_section(stored: dict[str, Any]) -> dict[str, str]:
@@ -103,14 +126,14 @@ def build_links_section(stored: dict[str, Any]) -> dict[str, str]:
     return {"TRAINING_STEP_LINKS": format_table([*headings, "wakeups", "date"], cells)}
 
 
-def _list_speeds(title: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Return the cells of the overview: how many times as fast as DDP of the same run the contenders of `SPEEDS` are,
+def _list_speeds(title: str, rows: list[dict[str, Any]], columns: dict[str, list[str]]) -> list[str]:
+    """Return the cells of the overview: how many times as fast as DDP of the same run the contenders of `columns` are,
     and the time of `auto` divided by that of the fastest of `FIXED`. Return nothing if DDP was not measured."""
     speeds = {row["contender"]: row["against_ddp"] for row in rows if row["against_ddp"]}
     if "ddp" not in speeds:
         return []
     cells = [title, format_number(next(row["ms"] for row in rows if row["contender"] == "ddp"))]
-    for contenders in SPEEDS.values():
+    for contenders in columns.values():
         measured = [speeds[contender] for contender in contenders if contender in speeds]
         cells.append(f"{max(measured):.2f}×" if measured else "–")
     fixed = [speeds[contender] for contender in FIXED if contender in speeds]
