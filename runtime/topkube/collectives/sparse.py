@@ -233,7 +233,7 @@ def _add_rows(out: Array, rows: Array, k: int, wire: str) -> float:
     size = kernels.encoded_size(out.size, min(k, out.size), wire)
     parts = [kernels.decode(row[:size], length=out.size) for row in rows]
     _kernels.sum_sparse(as_bytes(out), DTYPE_CODES[out.dtype], parts)
-    return sum(max(values.max(initial=0).item(), -values.min(initial=0).item()) for _, values in parts)
+    return float(sum(max(values.max(initial=0).item(), -values.min(initial=0).item()) for _, values in parts))
 
 
 def _is_finite_below(out: Array, bound: float) -> bool:
