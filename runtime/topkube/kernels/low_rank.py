@@ -36,7 +36,7 @@ def low_rank_product_(out: Any, residual: Any, left: Any, right: Any, weight: fl
     }
     for name in ("out", "residual"):
         check_same_length(name, views[name].size, "the product", rows * columns)
-        for other in ("residual", "left"):
+        for other in ("residual", "left", "right"):
             if name != other:
                 check_apart(name, views[name], other, views[other])
     _kernels.low_rank_product(

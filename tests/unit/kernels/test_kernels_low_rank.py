@@ -91,5 +91,6 @@ def test_arguments_that_do_not_match_are_refused_before_anything_is_written() ->
             kernels.low_rank_product_(**passed, weight=1.0)
         assert not passed["out"].any()
         assert not passed["residual"].any()
-    with pytest.raises(ArgumentError, match="out and residual overlap"):
-        kernels.low_rank_product_(**{**arguments(), "out": shared, "residual": shared}, weight=1.0)
+    for name, part in (("residual", shared), ("left", shared[:2].reshape(2, 1)), ("right", shared[3:].reshape(3, 1))):
+        with pytest.raises(ArgumentError, match=f"out and {name} overlap"):
+            kernels.low_rank_product_(**{**arguments(), "out": shared, name: part}, weight=1.0)
