@@ -16,8 +16,8 @@ from statistics import fmean, stdev
 from topkube.algorithms import LEAST_GAIN, Choice, Machines
 from topkube.training.exchange.tuning.step_times import Measurement
 
-MOST_MEASUREMENTS = 5
-"""The measurements after which a trial ends at the latest: three of the earlier choice, two of the one on trial."""
+MOST_MEASUREMENTS = 9
+"""The measurements after which a trial ends at the latest: five of the earlier choice, four of the one on trial."""
 _CLEAR, _CLEAR_AT_THE_END = 2.0, 1.0
 """A difference is clear if its test statistic is this many standard deviations from that of equal steps. After the last
 measurement, only a gain has to be clear. Otherwise the earlier choice stays: it compresses less, or the cost model
