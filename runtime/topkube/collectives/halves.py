@@ -42,6 +42,11 @@ class Halves:
 class HalvableAllReduce(AllReduce):
     """An algorithm that keeps a residual and can reduce an array in two halves."""
 
+    def can_halve(self, dtype: str) -> bool:
+        """Return True if it can reduce an array of `dtype`, such as "float16", in two halves: the ranks have to know
+        after the first half if the result is finite."""
+        return True
+
     @abstractmethod
     def begin_in_halves(self, world: World, request: Request, place: Place, kept: str) -> Halves:
         """Reduce the array inside the node, and return the halves of its exchange between nodes. Messages of both have

@@ -20,7 +20,6 @@ from topkube.collectives.request import Request
 from topkube.collectives.rings import gather_rows_around
 from topkube.collectives.rounds import Exchange, gather_rows
 from topkube.collectives.shard import Shard
-from topkube.errors import CollectiveError
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -73,6 +72,9 @@ class HiTopK(ShardAllReduce, HalvableAllReduce):
             call.all_gather(x)
         return finite
 
+    def can_halve(self, dtype: str) -> bool:
+        return dtype != "float16"  # the sum forms in the second half, and may be beyond the range of float16
+
     def begin_in_halves(self, world: World, request: Request, place: Place, kept: str) -> Halves:
         call, x = Call(world, self.algorithm.name, request), request.array
         count_dense(world, request.nbytes)
@@ -95,14 +97,7 @@ class HiTopK(ShardAllReduce, HalvableAllReduce):
             phases.current.sent(inter=(world.nodes - 1) * row_bytes)
             yield from gather_rows(comm, rows, place.tag)
             with phases.current.timed("intra", "add entries", call.traced_bucket):
-                bound = _add_rows(x[first:last], rows, k, request.wire)
-            if math.isfinite(bound) and not _is_finite_below(x[first:last], bound):
-                raise CollectiveError(
-                    f"the sum of gradients is beyond the range of {x.dtype}, and the optimizer has made its step",
-                    cause="each node's entries are in the range, but not their sum, which DeAR forms after the step",
-                    next_step="train without DeAR, which then skips such a step, or with gradients in float32 or"
-                    " bfloat16 (for example autocast with float32 weights)",
-                )
+                _sum_rows(x[first:last], rows, k, request.wire)
 
         return Halves(call, greet(), 0, gather, None, finite)
 
@@ -222,24 +217,14 @@ def _select(shard: Array, k: int, request: Request, row: Array) -> None:
 def _sum_rows(out: Array, rows: Array, k: int, wire: str) -> bool:
     """Replace out by the sum of the sparse vectors in `rows`, added in their order. Return True if it is finite: a sum
     of finite values may be beyond the range of out's type."""
-    return _is_finite_below(out, _add_rows(out, rows, k, wire))
-
-
-def _add_rows(out: Array, rows: Array, k: int, wire: str) -> float:
-    """Replace out by the sum of the sparse vectors in `rows`, added in their order. Return a bound of its magnitudes,
-    which is infinite or NaN if a value in `rows` is."""
     if out.size == 0:
-        return 0.0
+        return True
     size = kernels.encoded_size(out.size, min(k, out.size), wire)
     parts = [kernels.decode(row[:size], length=out.size) for row in rows]
     _kernels.sum_sparse(as_bytes(out), DTYPE_CODES[out.dtype], parts)
-    return float(sum(max(values.max(initial=0).item(), -values.min(initial=0).item()) for _, values in parts))
-
-
-def _is_finite_below(out: Array, bound: float) -> bool:
-    """Return True if the sum `out` is finite, whose magnitudes are at most `bound`. A sum that is surely in the range
-    needs no pass over `out`."""
-    return bound < _SURELY_FINITE[out.dtype] or bool(kernels.is_finite(out))  # with a NaN, the comparison is False
+    # A sum that is surely in the range needs no pass over `out`. The comparison with a NaN is False.
+    bound = sum(max(values.max(initial=0).item(), -values.min(initial=0).item()) for _, values in parts)
+    return bound < _SURELY_FINITE[out.dtype] or bool(kernels.is_finite(out))
 
 
 def _is_finite(row: Array, length: int, k: int, wire: str) -> bool:

@@ -111,6 +111,27 @@ def case_parameters_of_16_bits_are_exchanged_in_halves(world: World) -> None:
         assert are_equal_on_all_ranks([values.float() for values in weights[0]])
 
 
+def case_a_sum_beyond_float16_skips_the_step(world: World) -> None:
+    """What a node sends is in the range, but from the second step on, with residuals, the sum of two nodes is not."""
+    results = []
+    for overlap in ("dear", "backward"):
+        torch.manual_seed(0)
+        model = nn.Linear(256, 256, bias=False).half()
+        options: dict[str, Any] = {"aggregation": "hitopk", "density": 0.001, "overlap": overlap}
+        optimizer = build_optimizer(model, lambda parameters: torch.optim.SGD(parameters, lr=1e-9), **options)
+        for _ in range(STEPS):
+            out = model(torch.ones(1, 256, dtype=torch.float16))
+            out.backward(torch.full_like(out, 60_000.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.unwrap()
+        results.append((optimizer.skipped_steps, copy_weights(model)))
+    (skipped, weights), (expected_skipped, expected) = results
+    assert skipped == expected_skipped
+    assert skipped > 0 or world.nodes == 1
+    assert all(torch.equal(own, other) and own.isfinite().all() for own, other in zip(weights, expected, strict=True))
+
+
 def case_clipping_gathers_only_what_has_no_results_yet(world: World) -> None:
     """With int4, each rank has the results of its own segments after the first half, with hitopk none."""
     for options in (INT4, HITOPK):

@@ -79,7 +79,7 @@ class BucketReduction:
                 self._overlapped.begin(bucket, all_reduce, self._build_request(values, task))
                 return True
             if self._overlapped is not None and (
-                self._overlapped.can_compress(all_reduce) or self._overlapped.can_halve(all_reduce)
+                self._overlapped.can_compress(all_reduce) or self._overlapped.can_halve(all_reduce, bucket)
             ):
                 self._begin_compressed(task, self._overlapped)
                 return True
@@ -129,7 +129,7 @@ class BucketReduction:
         flat = overlapped.collect(bucket)
         request = self._build_request(view_flat(flat, "bucket", writable=True), task)
         stack.enter_context(self._set_frozen_aside(bucket, request.residual))
-        if overlapped.can_halve(all_reduce):
+        if overlapped.can_halve(all_reduce, bucket):
             overlapped.begin_halves(bucket, all_reduce, flat, request, stack.close)
             return
         assert overlapped.can_compress(all_reduce)

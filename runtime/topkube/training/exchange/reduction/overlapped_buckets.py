@@ -58,9 +58,11 @@ class OverlappedBuckets:
             self._all_reduce.begin(call, array, factor, delivered, request.dense_wire)
         communication_thread.advance_meanwhile(self._all_reduce.advance, links=self._world.links)
 
-    def can_halve(self, all_reduce: AllReduce) -> TypeGuard[HalvableAllReduce]:
-        """Return True if buckets of this all-reduce are exchanged in two halves (`begin_halves`)."""
-        return self._decoupled is not None and isinstance(all_reduce, HalvableAllReduce)
+    def can_halve(self, all_reduce: AllReduce, bucket: Bucket) -> TypeGuard[HalvableAllReduce]:
+        """Return True if `all_reduce` exchanges the bucket in two halves (`begin_halves`)."""
+        if self._decoupled is None or not isinstance(all_reduce, HalvableAllReduce):
+            return False
+        return all_reduce.can_halve(str(bucket.dtype).removeprefix("torch."))
 
     def begin_halves(
         self,
