@@ -112,8 +112,7 @@ void bind_reduction(nb::module_& module) {
         nb::gil_scoped_release release;
         low_rank_product(to, dtype, rest, a, b, rows, columns, rank, weight);
       },
-      nb::arg("out"), nb::arg("dtype"), nb::arg("residual"), nb::arg("left"), nb::arg("right"), nb::arg("rank"),
-      nb::arg("weight"));
+      nb::arg("out"), nb::arg("dtype"), nb::arg("residual"), nb::arg("left"), nb::arg("right"), nb::arg("rank"), nb::arg("weight"));
 }
 
 }  // namespace topkube
