@@ -19,6 +19,7 @@ from topkube import kernels
 from topkube.arrays import BFLOAT16, Array, is_tensor, view_bytes_as
 from topkube.kernels.parts import PartLayout, align, count_sign_bytes, view_signs
 
+_LARGEST_FP16 = 65504.0
 _DTYPES = {"fp32": np.dtype(np.float32), "bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 
 
@@ -213,7 +214,8 @@ class Integers(PartsCodec):
 
 
 class Rounded(Codec):
-    """A codec of `length` values, rounded to `wire`: "fp32", "bf16" or "fp16"."""
+    """A codec of `length` values, rounded to `wire`: "fp32", "bf16" or "fp16". Of a value beyond the range of float16,
+    its largest number is sent; the rest remains, like an error of rounding."""
 
     works_on_device = True
 
@@ -225,13 +227,13 @@ class Rounded(Codec):
         if not self._length:
             return True
         sent = self._view(row)
-        kernels.cast_(sent, values)
-        is_finite = sent.isfinite().all() if _is_on_gpu(sent) else kernels.is_finite(sent)
+        kernels.cast_(sent, values.clip(-_LARGEST_FP16, _LARGEST_FP16) if self._dtype == np.float16 else values)
         if self._dtype == np.float32:
+            is_finite = _find_finite(values)
             values[:] = 0
-        else:
-            values -= _widen(sent)
-        return is_finite
+            return is_finite
+        values -= _widen(sent)
+        return _find_finite(values)
 
     def unpack_add(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         if not self._length:
@@ -248,6 +250,11 @@ class Rounded(Codec):
 
     def _view(self, row: Any) -> Any:
         return view_bytes_as(row[: self._length * self._dtype.itemsize], self._dtype)
+
+
+def _find_finite(values: Any) -> Any:
+    """Return if all values are finite: a bool, or a bool tensor if they are on a GPU."""
+    return values.isfinite().all() if _is_on_gpu(values) else kernels.is_finite(values)
 
 
 def _widen(values: Any) -> Any:
