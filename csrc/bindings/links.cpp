@@ -211,6 +211,8 @@ void bind_links(nb::module_& module) {
           "wait", [](TcpLinks& self, double seconds, double spinning) { run(self, [&] { self.wait(seconds, spinning); }); },
           nb::arg("seconds"), nb::arg("spinning") = 0)
       .def("wake", &TcpLinks::wake, Releases())
+      .def("has_sent_all", &TcpLinks::has_sent_all, Releases())
+      .def("list_unawaited", &TcpLinks::list_unawaited, Releases())
       .def("list_broken", &TcpLinks::list_broken, Releases())
       .def("close", &TcpLinks::close, Releases());
 }

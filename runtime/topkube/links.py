@@ -93,6 +93,7 @@ class Links:
         self._tcp, self._channel, self._channels = tcp, channel, [channel]
         self.gather, self.advance, self.wait, self.wake = tcp.gather, tcp.advance, tcp.wait, tcp.wake
         self.list_broken, self.set_peer, self.lanes = tcp.list_broken, tcp.set_peer, tcp.lanes
+        self.has_sent_all = tcp.has_sent_all
         self.abandon = tcp.abandon
         self.patience = 0.0
         """The seconds for which the script's thread yields before it sleeps in a wait."""
@@ -106,6 +107,11 @@ class Links:
     def Irecv(self, array: Any, source: int, tag: int = 0) -> Any:
         """Begin to receive a message into `array`. Return the message."""
         return self._tcp.receive(array, source, self._channel * MOST_TAGS + tag, _choose_lane(tag))
+
+    def list_unawaited_tags(self) -> list[int]:
+        """Return the tags of messages that other ranks have sent, and that nothing waits for."""
+        first = self._channel * MOST_TAGS
+        return [key - first for key in self._tcp.list_unawaited() if 0 <= key - first < MOST_TAGS]
 
     def close(self) -> None:
         """Close all connections. Messages that are not complete stay incomplete."""

@@ -79,6 +79,12 @@ class Lane {
   // Ends the sleep of threads that wait, if there are any, so that they see which batches are complete.
   void notify();
 
+  // Returns true if all that was to be sent has left this machine's sockets, as far as it is known without a wait.
+  bool has_sent_all();
+
+  // Returns the keys of messages that have arrived or are arriving, and that nothing waits for.
+  std::vector<std::uint64_t> list_unawaited();
+
   // Returns what went wrong: the rank at the other end, and a description. Messages that wait for such a rank never end.
   std::vector<std::pair<int, std::string>> list_broken();
 

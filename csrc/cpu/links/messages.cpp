@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cpu/links/lane.hpp"
+#include "cpu/links/socket_calls.hpp"
 #include "cpu/reduction/reduce.hpp"
 
 namespace topkube {
@@ -238,6 +239,31 @@ void Lane::fail_by_length(Peer& peer, std::size_t sent, std::size_t expected) {
 void Lane::fail(Peer& peer, const std::string& trouble) {
   if (peer.trouble.empty()) peer.trouble = trouble;
   has_trouble_ = true;
+}
+
+bool Lane::has_sent_all() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return false;  // another thread moves messages
+  return std::all_of(active_.begin(), active_.end(), [&](int number) {
+    const Peer& peer = peers_[static_cast<std::size_t>(number)];
+    return peer.sending.empty() && (peer.state != State::open || count_unsent(peer.fd) == 0);
+  });
+}
+
+std::vector<std::uint64_t> Lane::list_unawaited() {
+  std::vector<std::uint64_t> keys;
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return keys;
+  for (const int number : active_) {
+    const Peer& peer = peers_[static_cast<std::size_t>(number)];
+    for (const Aside& aside : peer.asides) keys.push_back(aside.key);
+    if (peer.state == State::open && peer.arrived >= header_bytes && !peer.arriving) {
+      std::uint64_t key;
+      std::memcpy(&key, peer.header, 8);
+      keys.push_back(key);
+    }
+  }
+  return keys;
 }
 
 std::vector<std::pair<int, std::string>> Lane::list_broken() {

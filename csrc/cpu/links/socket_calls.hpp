@@ -1,8 +1,10 @@
 // Small helpers around the system calls of sockets.
 #pragma once
 
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -21,6 +23,12 @@ inline bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 inline std::string describe_errno() { return std::strerror(errno); }
 
 inline void set_option(int fd, int level, int option, int value) { ::setsockopt(fd, level, option, &value, sizeof value); }
+
+// Returns how many bytes of a connection the system has not sent yet.
+inline int count_unsent(int fd) {
+  int bytes = 0;
+  return ::ioctl(fd, SIOCOUTQNSD, &bytes) == 0 ? bytes : 0;
+}
 
 // Sets the options of a connection between ranks. A rank may be silent for minutes, and firewalls forget connections that are silent
 // for longer. So the system asks after a minute whether the other side is there. A machine that has not answered for five minutes

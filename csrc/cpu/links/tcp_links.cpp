@@ -142,6 +142,10 @@ void TcpLinks::reduce(const std::shared_ptr<DenseSum>& reduction) {
   }
 }
 
+bool TcpLinks::has_sent_all() {
+  return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->has_sent_all(); });
+}
+
 std::vector<std::pair<int, std::string>> TcpLinks::list_broken() {
   std::vector<std::pair<int, std::string>> all;
   for (const auto& lane : lanes_) {

@@ -69,6 +69,12 @@ class TcpLinks {
   void wait(double seconds, double spinning) { lanes_.front()->wait(seconds, spinning); }
   void wake() { lanes_.front()->wake(); }
 
+  // Returns true if all that was to be sent has left this machine's sockets, as far as it is known without a wait.
+  bool has_sent_all();
+
+  // Returns the keys of messages of the first lane that have arrived or are arriving, and that nothing waits for.
+  std::vector<std::uint64_t> list_unawaited() { return lanes_.front()->list_unawaited(); }
+
   // Returns what went wrong: the rank at the other end, and a description. Messages that wait for such a rank never end.
   std::vector<std::pair<int, std::string>> list_broken();
 

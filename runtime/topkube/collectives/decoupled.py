@@ -11,11 +11,12 @@ A compressed array is one piece, and its algorithm divides the exchange between 
 and `int3` after the stage that sends to the owners of segments, `hitopk` before its only stage.
 
 First halves alone would leave the link idle while the next array is computed, and the second halves could then take
-longer than the work that hides them. So when no first half is under way, a rank gathers the piece that was reduced last
-("early"), at most EARLY pieces at a time. Which pieces are gathered early may differ between ranks, because a message
-that a rank sends early waits until its partner gathers the piece too. Early gathers take no place among the later ones,
-whose order is the same on all ranks: the first piece that some rank waits for is under way on every rank, so ranks
-never wait for each other in a circle.
+longer than the work that hides them. So a rank that has nothing to send, because no first half is under way or because
+it waits for slower ranks, gathers the piece that was reduced last ("early"), at most EARLY pieces at a time. Ranks that
+are at different points of backward choose different pieces. A message that a rank sends early waits until its partner
+gathers the piece too: over links, a rank sees such messages, and then gathers their pieces first. Early gathers take no
+place among the later ones, whose order is the same on all ranks: the first piece that some rank waits for is under way
+on every rank, so ranks never wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from topkube.waiting import advance_in_waits
 from topkube.world import World
 
 EARLY = 2
-"""The most early gathers at a time. The second continues if the partner of the first is not ready for it."""
+"""The most early gathers at a time that this rank chooses. The second continues if the partner of the first is not
+ready for it."""
 _COMMUNICATORS, _USED_BUFFERS, _NEXT_NUMBER = "communicators of gathers", "buffers of gathers", "number of gathers"
 
 
@@ -162,8 +164,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
 
     def finish(self) -> None:
         """Return when all first halves have ended. Raises CollectiveTimeout after the world's deadline."""
-        self._is_halving = False
         super().finish()
+        self._is_halving = False
 
     def gather(self, arrays: Iterable[HalvedArray]) -> None:
         """Begin to gather the results of `arrays`, in their order, the same on all ranks. Called after `finish`. What
@@ -183,13 +185,52 @@ class DecoupledAllReduce(OverlappedAllReduce):
         while self._under_way and not self._exchanges.is_running(self._under_way[0].number):
             self._finish_oldest(0.0)
         self._advance_gathers()
-        while self._is_halving and self._reduced and not self._under_way and len(self._early) < EARLY:
-            number = self._reduced.pop()
+        self._gather_early()
+        if not self._exchanges.are_running and not self._gathering:
+            return None
+        return choose_pause(self.world) if self._may_gather_early else self._choose_pause()
+
+    def _advance(self) -> None:
+        super()._advance()
+        if self._may_gather_early:
+            self._advance_gathers()
+            self._gather_early()
+
+    def _sleep(self, seconds: float) -> None:
+        if self._may_gather_early and self._is_woken() and self.world.links is not None:
+            self.world.links.wait(choose_pause(self.world))  # what others begin to gather does not end it
+        else:
+            super()._sleep(seconds)
+
+    @property
+    def _may_gather_early(self) -> bool:
+        """True if a first half may be under way, and there are pieces whose gather may begin."""
+        return self._is_halving and bool(self._reduced)
+
+    def _gather_early(self) -> None:
+        """Begin to gather pieces while the link is idle."""
+        while self._may_gather_early and self._is_link_idle() and (number := self._choose_early()) is not None:
+            self._reduced.remove(number)
             halved, piece = self._halved_pieces[number]
             self._early.add(number)
             halved.begun.add(number)
             self._start_gather(halved, piece)
-        return self._choose_pause() if self._exchanges.are_running or self._gathering else None
+
+    def _is_link_idle(self) -> bool:
+        """Return True if this rank has nothing to send: no first half is under way, or it waits for slower ranks."""
+        links = self.world.links
+        return not self._under_way or (links is not None and links.has_sent_all())
+
+    def _choose_early(self) -> int | None:
+        """Return the number of the piece to gather early: one that another rank has begun to gather, else the one that
+        was reduced last. None if enough gathers are under way."""
+        whole = [number for number in self._reduced if number in self._halved_pieces]  # `halve` has begun all pieces
+        if isinstance(self._cross, Links):
+            tags = self._cross.list_unawaited_tags()
+            for number in whole:
+                if number % TAGS in tags:
+                    return number
+        return whole[-1] if whole and len(self._early) < EARLY else None
 
     def _is_woken(self) -> bool:
         return super()._is_woken() and self._gathers.are_on_links

@@ -340,3 +340,23 @@ def test_a_thread_that_never_waits_sees_the_end_of_a_long_message() -> None:
     ranks[1].wait(0.001)
     advance_until(ranks, lambda: batch.are_complete)
     assert (array == fill(array.size, 1)).all()
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_rank_knows_what_is_not_sent_and_what_nobody_awaits(lanes: int) -> None:
+    """A long message stays in the sockets until the other rank waits for it, which sees its tag."""
+    first, second = connect(2, lanes)
+    other = second.duplicate()
+    assert first.has_sent_all()
+    sent = first.gather([first.Isend(fill(LARGE, 1), 1, 7)])
+    assert not first.has_sent_all()
+    answer, received = np.zeros(1, np.uint8), np.zeros(LARGE, np.uint8)
+    asked = second.gather([second.Irecv(answer, 0, 3)])
+    advance_until([first, second], lambda: 7 in second.list_unawaited_tags())
+    assert other.list_unawaited_tags() == []  # it has tags of its own
+    arrived = second.gather([second.Irecv(received, 0, 7)])
+    advance_until([first, second], lambda: arrived.are_complete and sent.are_complete and first.has_sent_all())
+    assert second.list_unawaited_tags() == []
+    said = first.gather([first.Isend(answer, 1, 3)])
+    advance_until([first, second], lambda: asked.are_complete and said.are_complete)
+    assert (received == fill(LARGE, 1)).all()

@@ -34,7 +34,7 @@ from ranks.training.scene import (
     take_own_part,
 )
 from topkube.algorithms import cost
-from topkube.collectives import decoupled
+from topkube.collectives import decoupled, overlapped
 from topkube.errors import ArgumentError, TrainingError
 from topkube.training.optimizers.lamb import LAMB
 from topkube.world import World
@@ -108,6 +108,47 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
         begun.clear()
         check_equal(script, **options)
         assert begun == ([step for step in range(1, STEPS) if step % 2 == 0 or world.rank == 0]) * (world.nodes > 1)
+
+
+def case_ranks_that_wait_for_slower_ones_gather_what_these_have_begun(world: World) -> None:
+    """Backward waits in the first layer of the first node until a bucket is gathered. The other nodes are at the end of
+    backward by then. They begin no gather of their own."""
+    if world.links is None:  # through MPI, ranks do not see what others have begun
+        return
+    waited = []
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        exchange = optimizer._backward.exchange
+        pieces = getattr(exchange._overlapped, "_decoupled", None)
+        is_late = isinstance(pieces, decoupled.DecoupledAllReduce) and step > 0
+        is_slow = is_late and world.node == 0
+
+        def wait_for_gather(gradient: torch.Tensor) -> None:
+            wait_for(lambda: any(part.halved.is_gathered for part in exchange.reduced_parts.parts))
+            waited.append(step)
+
+        def enter(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            output.register_hook(wait_for_gather)
+
+        hook = model.first.register_forward_hook(enter) if is_slow else None
+        with pytest.MonkeyPatch.context() as patch:
+            if is_late and not is_slow:
+                patch.setattr(decoupled, "EARLY", 0)
+            take_step(model, optimizer, step)
+        if hook is not None:
+            hook.remove()
+
+    for wire in ("fp32", "bf16"):
+        waited.clear()
+        check_equal(script, dense_wire=wire, bucket_bytes=20_000)
+        assert waited == list(range(1, STEPS)) * (world.nodes > 1 and world.node == 0)
+
+
+def case_gathers_begin_while_an_array_of_many_pieces_is_reduced(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlapped, "LEAST_PIECE_BYTES", 1 << 10)
+        for wire in ("fp32", "bf16"):
+            check_equal(take_step, dense_wire=wire, bucket_bytes=20_000)
 
 
 def case_all_reduces_of_the_script_mix_with_late_gathers(world: World) -> None:
