@@ -119,16 +119,15 @@ def wait_until(
         pause = longest = max(pause_seconds, longest if crowding > 2 else 0.0)
     advance = _advances.get(threading.get_ident())
     while not ready():
-        if advance is not None and advance() is not links:
-            sleep = None
+        rest = sleep if advance is None or advance() is links else None
         now = time.monotonic()
         if now - start < _YIELD_SECONDS and pause_seconds is None:
-            (sleep or _yield_processor)(0.0)
+            (rest or _yield_processor)(0.0)
             continue
         if now - checked > CHECK_SECONDS:
             checked = now
             check(now - start)
-        (sleep or time.sleep)(pause)
+        (rest or time.sleep)(pause)
         pause = min(pause * 1.25, longest)
 
 

@@ -31,6 +31,7 @@ MANY_NODES = [
     ("allreduce", "every_algorithm_reports_values_that_are_not_finite", "tcp"),
     ("allreduce_definitions", "hitopk_is_hitopkcomm", "tcp"),
     ("training.dear", "updates_come_with_the_next_forward", "tcp"),
+    ("training.dear", "ranks_that_wait_for_slower_ones_gather_what_these_have_begun", "tcp"),
 ]
 
 

@@ -34,6 +34,7 @@ from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard,
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.halves import HalvableAllReduce
 from topkube.collectives.overlapped import (
+    LEAST_PIECE_BYTES,
     TAGS,
     UNDER_WAY,
     OverlappedAllReduce,
@@ -43,6 +44,7 @@ from topkube.collectives.overlapped import (
 from topkube.collectives.pauses import choose_pause
 from topkube.collectives.request import Request
 from topkube.collectives.rounds import Exchange, all_gather, find_own_segment, reduce_scatter
+from topkube.errors import ArgumentError
 from topkube.links import Links
 from topkube.telemetry import phases
 from topkube.waiting import advance_in_waits
@@ -151,6 +153,13 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def _take_numbers(self, pieces: int) -> int:
         """Return the number of the next piece. Messages of another object of this world may still be on their way, also
         those of an optimizer that is gone: the pieces of all objects have different numbers, and so different tags."""
+        if len(self._halved_pieces) + pieces > TAGS:  # ranks gather in different orders: equal tags would mix up pieces
+            raise ArgumentError(
+                f"one backward has more than {TAGS:,} pieces, too many for two halves of their exchange",
+                cause=f"a piece has at least {LEAST_PIECE_BYTES >> 20} MiB, so the gradients have more than"
+                f" {TAGS * LEAST_PIECE_BYTES >> 30} GiB",
+                next_step="leave overlap at backward",
+            )
         self._number = self.world.cache.get(_NEXT_NUMBER, 0)
         self.world.cache[_NEXT_NUMBER] = self._number + pieces
         return self._number
@@ -184,21 +193,22 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self._advance()
         while self._under_way and not self._exchanges.is_running(self._under_way[0].number):
             self._finish_oldest(0.0)
+            self._gather_early()
         self._advance_gathers()
-        self._gather_early()
         if not self._exchanges.are_running and not self._gathering:
             return None
         return choose_pause(self.world) if self._may_gather_early else self._choose_pause()
 
     def _advance(self) -> None:
         super()._advance()
-        if self._may_gather_early:
+        if self._is_halving:
             self._advance_gathers()
             self._gather_early()
 
     def _sleep(self, seconds: float) -> None:
-        if self._may_gather_early and self._is_woken() and self.world.links is not None:
-            self.world.links.wait(choose_pause(self.world))  # what others begin to gather does not end it
+        links, is_polled = self.world.links, self._may_gather_early or not self._gathers.are_on_links
+        if links is not None and self._is_halving and is_polled and self._exchanges.are_on_links:
+            links.wait(choose_pause(self.world))  # neither what others begin to gather nor a message of MPI ends it
         else:
             super()._sleep(seconds)
 
@@ -209,7 +219,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
 
     def _gather_early(self) -> None:
         """Begin to gather pieces while the link is idle."""
-        while self._may_gather_early and self._is_link_idle() and (number := self._choose_early()) is not None:
+        while self._may_gather_early and (number := self._choose_early()) is not None and self._is_link_idle():
             self._reduced.remove(number)
             halved, piece = self._halved_pieces[number]
             self._early.add(number)
@@ -226,7 +236,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         was reduced last. None if enough gathers are under way."""
         whole = [number for number in self._reduced if number in self._halved_pieces]  # `halve` has begun all pieces
         if isinstance(self._cross, Links):
-            tags = self._cross.list_unawaited_tags()
+            tags = set(self._cross.list_unawaited_tags())
             for number in whole:
                 if number % TAGS in tags:
                     return number

@@ -41,8 +41,8 @@ PIECES = 8
 behind."""
 LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 2 << 20, 8 << 20
 """The bounds of the size of a piece. Smaller pieces cost more time than they hide."""
-TAGS = 4096
-"""The tags of pieces count up to this number, and start again."""
+TAGS = 30_000
+"""The tags of pieces count up to this number, and start again. MPI has at least 32,767."""
 _MOST_ITEM_BYTES = 4
 _NARROW = {"bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 
