@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import os
 import resource
 import secrets
 import socket
-import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -31,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from topkube import _kernels
+from topkube.addresses import list_addresses
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
-from topkube.environment import read_network_devices
 
 TOKEN_BYTES = 16
 MOST_TAGS = 1 << 32
@@ -40,8 +38,6 @@ ANY_LENGTH_TAG = 32767
 """Messages of this tag may be shorter than the receiver's room. It is the largest tag of every MPI."""
 _USUAL_LANES, _THREADS_PER_LANE = 4, 4
 """A rank has so many lanes at most, unless a setting asks for more, and one for so many threads that it may run."""
-_MOST_ADDRESSES = 4
-"""The most addresses of a rank that others try."""
 _TRIAL_SECONDS = 5.0
 """How long two ranks try to reach each other through one address."""
 _SILENT = f"no answer within {_TRIAL_SECONDS:g} s"
@@ -51,8 +47,6 @@ _connections = 0
 """The most connections that all links of this process may have."""
 _LOST_SECONDS = 3.0
 """How long a rank waits for the error of a rank whose connection is lost, before it raises an error of its own."""
-_GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
-_UP_AND_RUNNING = 0x1 | 0x40
 
 
 @dataclass(frozen=True)
@@ -244,60 +238,6 @@ def are_links_messages(requests: Any) -> bool:
 def has_rdma(devices: Path = Path("/dev/infiniband")) -> bool:
     """Return True if this process may use an RDMA device."""
     return any(os.access(device, os.R_OK | os.W_OK) for device in devices.glob("uverbs*"))
-
-
-def list_addresses(pod_ip: str = "") -> list[str]:
-    """Return the IP addresses of this machine at which other machines may reach it, the most likely first. Those of
-    the devices in UCX_NET_DEVICES only, if it names network devices."""
-    if pod_ip:
-        return [pod_ip]
-    by_device = _read_addresses()
-    chosen = [name for name in read_network_devices() if name in by_device]
-    names = chosen or [name for name in by_device if name != "lo"] or list(by_device)
-    addresses = [address for name in names for address in by_device[name]]
-    default = _find_default_address()
-    return sorted(addresses, key=lambda address: address != default)[:_MOST_ADDRESSES]
-
-
-def find_device(address: str) -> str:
-    """Return the name of the network device of this machine that has the address; "" if there is none."""
-    return next((name for name, addresses in _read_addresses().items() if address in addresses), "")
-
-
-def _read_addresses() -> dict[str, list[str]]:
-    """Return the addresses of each network device, IPv4 before IPv6."""
-    addresses: dict[str, list[str]] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            addresses[name] = []
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                (flags,) = struct.unpack_from("H", fcntl.ioctl(probe, _GET_FLAGS, request), 16)
-                if flags & _UP_AND_RUNNING != _UP_AND_RUNNING:
-                    continue
-                answer = fcntl.ioctl(probe, _GET_ADDRESS, request)
-            except OSError:  # it has none
-                continue
-            addresses[name].append(socket.inet_ntoa(answer[20:24]))
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        lines = []
-    for number, _, _, scope, _, name in map(str.split, lines):
-        if scope == "00":  # global
-            packed = bytes.fromhex(number)
-            addresses.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, packed))
-    return {name: found for name, found in addresses.items() if found}
-
-
-def _find_default_address() -> str:
-    """Return the address from which this machine would send to the Internet; nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # an address that is reserved for documents
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from topkube.addresses import find_device, list_addresses
 from topkube.collectives.coordination import broadcast_object
 from topkube.environment import choose_gloo_device
 from topkube.errors import WorldError
-from topkube.links import find_device, list_addresses
 from topkube.world import World
 
 _ONE_BUCKET_MB = 1024

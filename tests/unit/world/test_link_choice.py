@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -121,24 +120,3 @@ def test_ranks_that_cannot_reach_each_other_use_mpi(
     assert "rank 0 cannot reach rank 1 at 240.0.0.1, 240.0.0.2: no answer" in printed
     assert "TOPKUBE_LINKS=mpi" in printed
     assert printed.count("warning") == 1
-
-
-def test_the_addresses_of_this_machine() -> None:
-    assert links.list_addresses("10.1.2.3") == ["10.1.2.3"]
-    found = links.list_addresses()
-    assert found
-    for address in found:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.bind((address, 0))  # it is one of this machine
-
-
-def test_ucx_net_devices_limits_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    assert links.list_addresses()[0] == "127.0.0.1"
-    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")  # no network device of Linux
-    assert links.list_addresses()
-
-
-def test_the_device_of_an_address_is_known() -> None:
-    assert links.find_device("127.0.0.1") == "lo"
-    assert links.find_device("203.0.113.1") == ""  # an address for documents, which no machine has
