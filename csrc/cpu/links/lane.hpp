@@ -79,7 +79,7 @@ class Lane {
   // Ends the sleep of threads that wait, if there are any, so that they see which batches are complete.
   void notify();
 
-  // Returns true if all that was to be sent has left this machine's sockets, as far as it is known without a wait.
+  // Returns true if the system has sent all that was to be sent. Returns false without a wait if another thread uses this lane.
   bool has_sent_all();
 
   // Returns the keys of messages that have arrived or are arriving, and that nothing waits for.

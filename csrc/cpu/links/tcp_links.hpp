@@ -69,7 +69,7 @@ class TcpLinks {
   void wait(double seconds, double spinning) { lanes_.front()->wait(seconds, spinning); }
   void wake() { lanes_.front()->wake(); }
 
-  // Returns true if all that was to be sent has left this machine's sockets, as far as it is known without a wait.
+  // Returns true if the system has sent all that was to be sent. Returns false without a wait if another thread uses a lane.
   bool has_sent_all();
 
   // Returns the keys of messages of the first lane that have arrived or are arriving, and that nothing waits for.

@@ -34,7 +34,6 @@ from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard,
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.halves import HalvableAllReduce
 from topkube.collectives.overlapped import (
-    LEAST_PIECE_BYTES,
     TAGS,
     UNDER_WAY,
     OverlappedAllReduce,
@@ -156,9 +155,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
         if len(self._halved_pieces) + pieces > TAGS:  # ranks gather in different orders: equal tags would mix up pieces
             raise ArgumentError(
                 f"one backward has more than {TAGS:,} pieces, too many for two halves of their exchange",
-                cause=f"a piece has at least {LEAST_PIECE_BYTES >> 20} MiB, so the gradients have more than"
-                f" {TAGS * LEAST_PIECE_BYTES >> 30} GiB",
-                next_step="leave overlap at backward",
+                cause="the gradients have many gigabytes, or the buckets are very small",
+                next_step="leave overlap at backward, or remove bucket_bytes if the script sets it",
             )
         self._number = self.world.cache.get(_NEXT_NUMBER, 0)
         self.world.cache[_NEXT_NUMBER] = self._number + pieces
