@@ -1,7 +1,7 @@
 """Compare all-reduce of TopKube and its peers on this machine.
 
     python benchmarks/allreduce/run.py [--quick] [--json FILE] [--part 2x2|4x1|node ...]
-    python benchmarks/allreduce/run.py --part 2x2 --rate 1gbit --contender hitopk --contender MPICH
+    python benchmarks/allreduce/run.py --part 2x2 --rate 1gbit --contender hitopk --contender MPICH [--elements 16384]
     python benchmarks/allreduce/run.py --peer-settings
 
 The second form is for quick experiments and stores nothing. The third form tries every setting of the dense peers at
@@ -294,7 +294,7 @@ def run(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], d
         bench = AllreduceBench(part, directory, network, options.quick, options.contender or [])
         stack.callback(bench.close)
         if options.rate:
-            bench.measure(options.rate, LENGTH, 5, warm=True)
+            bench.measure(options.rate, options.elements, 5 if options.elements == LENGTH else 7, warm=True)
         elif options.quick:
             bench.measure(None if part == "node" else "1gbit", 400_000, 1, warm=True)
         elif part == "node":
@@ -334,7 +334,10 @@ def main() -> int:
         "--json", type=Path, help=f"result file (default {RESULTS}; none with --quick, --rate or --contender)"
     )
     parser.add_argument("--part", choices=LAYOUTS, action="append", help="only this layout; may be repeated")
-    parser.add_argument("--rate", choices=RATES, help="only this link speed, full size")
+    parser.add_argument("--rate", choices=RATES, help="only this link speed")
+    parser.add_argument(
+        "--elements", type=int, default=LENGTH, help=f"length of the array with --rate (default {LENGTH:,})"
+    )
     parser.add_argument(
         "--contender", action="append", help="only contenders whose name has this text; may be repeated"
     )

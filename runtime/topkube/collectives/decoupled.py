@@ -12,11 +12,11 @@ and `int3` after the stage that sends to the owners of segments, `hitopk` before
 
 First halves alone would leave the link idle while the next array is computed, and the second halves could then take
 longer than the work that hides them. So a rank that has nothing to send, because no first half is under way or because
-it waits for slower ranks, gathers the piece that was reduced last ("early"), at most EARLY pieces at a time. Ranks that
-are at different points of backward choose different pieces. A message that a rank sends early waits until its partner
-gathers the piece too: over links, a rank sees such messages, and then gathers their pieces first. Early gathers take no
-place among the later ones, whose order is the same on all ranks: the first piece that some rank waits for is under way
-on every rank, so ranks never wait for each other in a circle.
+it waits for slower ranks, gathers the piece that was reduced last ("early"). Ranks that are at different points of
+backward choose different pieces. A message that a rank sends early waits until its partner gathers the piece too: over
+links, a rank sees such messages, and then gathers their pieces first. Early gathers take no place among the later ones,
+whose order is the same on all ranks: the first piece that some rank waits for is under way on every rank, so ranks
+never wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ from topkube.telemetry import phases
 from topkube.waiting import advance_in_waits
 from topkube.world import World
 
-EARLY = 2
-"""The most early gathers at a time that this rank chooses. The second continues if the partner of the first is not
-ready for it."""
+EARLY, EARLY_ALONE = 2, 1
+"""The most early gathers at a time that this rank chooses. While one passes its shards inside the node, the link can
+carry another. A rank alone on its node begins one only: what two had begun would delay the first half of the next
+array, and the end of backward with it."""
 _COMMUNICATORS, _USED_BUFFERS, _NEXT_NUMBER = "communicators of gathers", "buffers of gathers", "number of gathers"
 
 
@@ -238,7 +239,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
             for number in whole:
                 if number % TAGS in tags:
                     return number
-        return whole[-1] if whole and len(self._early) < EARLY else None
+        most = EARLY_ALONE if self.world.local_size == 1 else EARLY
+        return whole[-1] if whole and len(self._early) < most else None
 
     def _is_woken(self) -> bool:
         return super()._is_woken() and self._gathers.are_on_links

@@ -134,6 +134,7 @@ def case_ranks_that_wait_for_slower_ones_gather_what_these_have_begun(world: Wor
         with pytest.MonkeyPatch.context() as patch:
             if is_late and not is_slow:
                 patch.setattr(decoupled, "EARLY", 0)
+                patch.setattr(decoupled, "EARLY_ALONE", 0)
             take_step(model, optimizer, step)
         if hook is not None:
             hook.remove()
