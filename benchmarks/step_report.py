@@ -54,6 +54,7 @@ SPEEDS = {
 SPEEDS_WITHOUT_AVX512 = {
     "no exchange": ["plain"],
     "`dense`": ["dense"],
+    "`dense`, DeAR": ["dear"],
     "`int3`": ["int3"],
     "`auto`": ["auto"],
     "DDP, PowerSGD rank 1": ["powersgd1"],
