@@ -50,9 +50,12 @@ class Batches(IterableDataset[Any]):
         return self.sampler.common_length // size if self.drop_last else -(-len(self.sampler) // size)
 
     def __iter__(self) -> Iterator[Any]:
-        parts = self._split_batches(self.sampler.indices())
         worker = get_worker_info()
-        if worker is not None:
+        if worker is None:
+            parts = self._split_batches(self.sampler.indices())
+        else:
+            with self.sampler.at_start_of_iterator(worker.seed - worker.id):
+                parts = self._split_batches(self.sampler.indices())
             parts = parts[worker.id :: worker.num_workers]
         if self.batch_size is None:
             return (sample for part in parts for sample in self.dataset.__getitems__(part))

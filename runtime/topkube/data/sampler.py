@@ -15,6 +15,10 @@ from topkube.data.base.shared_numbers import SharedNumbers
 from topkube.data.remote.listing import Longs
 from topkube.errors import ArgumentError, WorldError
 
+_NOTED, _NOTES, _KEPT_NOTES = 3, 4, 16
+"""The places of the number of notes of iterators and of the first note among the shared numbers, and how many notes
+are kept."""
+
 
 @dataclass(frozen=True)
 class _Taken:
@@ -64,8 +68,14 @@ class DistributedSampler:
             raise ArgumentError(f"seed = {seed} is negative", next_step="pass 0 or more")
         self.dataset, self.shuffle, self.seed, self.drop_last = dataset, shuffle, seed, drop_last
         self.window = window
-        # Workers of a data loader share this memory, so persistent workers see the next epoch.
-        self._state = SharedNumbers(3)
+        # Workers of a data loader share this memory, so persistent workers see the next epoch: the epoch, the position,
+        # the length of `_taken`, and notes of iterators of persistent workers: their number, and a key and a position
+        # for each.
+        self._state = SharedNumbers(_NOTES + 2 * _KEPT_NOTES)
+        self._last_position = 0
+        """The position, as this process has set it. A worker knows by it where its loader's first iterator began."""
+        self._iterators_of_worker = 0
+        self._fixed_position: int | None = None
         self._taken: list[_Taken] = []
         """What earlier iterators took unevenly. Each entry refers to the samples that the entries before it left."""
         self._own = 0
@@ -93,16 +103,20 @@ class DistributedSampler:
     @property
     def position(self) -> int:
         """The number of samples of this epoch that all ranks together have finished."""
-        return self._state[1]
+        return self._state[1] if self._fixed_position is None else self._fixed_position
 
     @position.setter
     def position(self, samples: int) -> None:
         self._check_position(samples)
         self._begin(self.epoch, samples)
 
+    def _store_position(self, position: int) -> None:
+        self._state[1] = self._last_position = position
+
     def _begin(self, epoch: int, position: int, taken: Sequence[_Taken] = ()) -> None:
         self._taken, self._own = list(taken), 0
-        self._state[0], self._state[1], self._state[2] = epoch, position, len(self._taken)
+        self._state[0], self._state[2] = epoch, len(self._taken)
+        self._store_position(position)
 
     def _check_position(self, samples: int) -> None:
         count = self._count_samples()
@@ -125,7 +139,7 @@ class DistributedSampler:
         Without `own`, ranks have finished equally many samples, but for the last ones of the epoch."""
         position = min(self.position + samples, self._count_samples()) if samples >= 0 else samples
         self._check_position(position)
-        self._state[1] = position
+        self._store_position(position)
         self._own += own or 0
 
     @property
@@ -153,11 +167,40 @@ class DistributedSampler:
     @contextmanager
     def at_start(self) -> Iterator[None]:
         """In this context, no sample of the epoch is finished, and lengths are those of a whole epoch."""
-        position, self._state[1] = self.position, 0
+        position = self.position
+        self._store_position(0)
         try:
             yield
         finally:
-            self._state[1] = position
+            self._store_position(position)
+
+    @contextmanager
+    def at_start_of_iterator(self, loader: int) -> Iterator[None]:
+        """In this context, the position is that at which the iterator began for which a worker of a data loader begins
+        its own part. All workers of the loader pass the same `loader`, a number; each calls this once per iterator.
+
+        A worker may begin late: the loader can return batches of other workers, and `advance` count them, before.
+        """
+        number, self._iterators_of_worker = self._iterators_of_worker, self._iterators_of_worker + 1
+        # A worker starts when its loader begins the first iterator. Later, the loader has no batch, and `advance` none
+        # to count, before the first worker is here.
+        self._fixed_position = self._last_position if number == 0 else self._find_noted_position(loader, number)
+        try:
+            yield
+        finally:
+            self._fixed_position = None
+
+    def _find_noted_position(self, loader: int, number: int) -> int:
+        """Return the position at which the first worker began iterator `number`, and note it if this is that worker."""
+        key = 1 + (loader * 1_000_003 + number) % (2**62)
+        with self._state.locked():
+            for place in range(_NOTES, _NOTES + 2 * _KEPT_NOTES, 2):
+                if self._state[place] == key:
+                    return self._state[place + 1]
+            place = _NOTES + 2 * (self._state[_NOTED] % _KEPT_NOTES)
+            self._state[_NOTED] += 1
+            self._state[place], self._state[place + 1] = key, self._state[1]
+            return self._state[place + 1]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices().tolist())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -28,6 +30,15 @@ class SharedNumbers:
 
     def __setitem__(self, index: int, number: int) -> None:
         self._numbers[index] = number
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """In this context, no other process is in such a context of the same numbers. For one thread at a time."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def __reduce__(self) -> tuple[Callable[..., SharedNumbers], tuple[Any]]:
         if get_spawning_popen() is None:
