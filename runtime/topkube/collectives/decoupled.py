@@ -51,7 +51,8 @@ from topkube.world import World
 
 EARLY, EARLY_ALONE = 2, 1
 """The most early gathers at a time that this rank chooses. While one passes its shards inside the node, the link can
-carry another. A rank alone on its node begins one only: what two had begun would delay the first half of the next
+carry another. Through MPI, ranks do not see what others gather, and more gathers make it likelier that they have one in
+common. A rank alone on its node, over links, begins one only: what two had begun would delay the first half of the next
 array, and the end of backward with it."""
 _COMMUNICATORS, _USED_BUFFERS, _NEXT_NUMBER = "communicators of gathers", "buffers of gathers", "number of gathers"
 
@@ -239,7 +240,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
             for number in whole:
                 if number % TAGS in tags:
                     return number
-        most = EARLY_ALONE if self.world.local_size == 1 else EARLY
+        most = EARLY_ALONE if self.world.local_size == 1 and self.world.links is not None else EARLY
         return whole[-1] if whole and len(self._early) < most else None
 
     def _is_woken(self) -> bool:

@@ -15,7 +15,8 @@ from topkube.training.checkpoint.format.decoding import decode
 from topkube.training.checkpoint.format.encoding import encode
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.node_weights.node_weights import refuse_if_nodes_differ
-from topkube.training.ranks.agreement import digest, find_differing_ranks, name_ranks, open_agreement
+from topkube.training.ranks.agreement import digest, find_differing_ranks, name_ranks
+from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World, current
 
 CHUNK = 64 * 2**20
@@ -69,7 +70,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         state = optimizer.shared_state() if isinstance(optimizer, DistributedOptimizer) else optimizer.state_dict()
         torch.save(encode(state), file)
         payload = np.frombuffer(file.getbuffer(), np.uint8)
-    length = int(open_agreement().maximum([float(payload.size)])[0])
+    length = int(QueuedAgreement(world).maximum([float(payload.size)])[0])
     if world.rank != root:
         payload = np.empty(length, np.uint8)
     _broadcast(world, payload, root)
@@ -112,7 +113,7 @@ def _broadcast(world: World, raw: Any, root: int) -> None:
 
 
 def _check_equal(world: World, described: Iterable[tuple[str, tuple[int, ...], str]]) -> None:
-    different = find_differing_ranks(open_agreement().gather([digest(list(described))])[:, 0])
+    different = find_differing_ranks(QueuedAgreement(world).gather([digest(list(described))])[:, 0])
     if different:
         raise MismatchError(
             f"ranks hold different parameters or buffers: {name_ranks(different)} differ from the other ranks",

@@ -18,7 +18,7 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.training.gradient_clipping import clip_gradients
 from topkube.training.node_weights.guard import DriftGuard
-from topkube.training.optimizer_parts import OptimizerParts, build_parts, follow_choice, follow_state
+from topkube.training.optimizer_parts import OptimizerParts, build_parts, follow_choice, follow_state, share_norms
 from topkube.training.optimizer_state import OptimizerState
 from topkube.training.optimizer_step import OptimizerStep
 from topkube.training.optimizers.parameters import name_group, name_parameters
@@ -346,6 +346,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._backward.end()
         self.tuning.leave()
         self._parts.guard.remove()
+        share_norms(self.inner, None)
         return self.inner
 
     def state_dict(self) -> dict[str, Any]:

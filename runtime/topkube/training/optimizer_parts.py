@@ -24,7 +24,7 @@ from topkube.training.node_weights.requirements import check_parameters
 from topkube.training.node_weights.second_moment import SecondMoment
 from topkube.training.node_weights.trained_weights import TrainedWeights
 from topkube.training.node_weights.worlds import find_node_world
-from topkube.training.optimizers.layerwise import LayerwiseNoise, LayerwiseOptimizer
+from topkube.training.optimizers.layerwise import LayerwiseNoise, LayerwiseOptimizer, NoisyGradients
 from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.optimizers.momentum import MomentumCorrection
 from topkube.training.optimizers.parameters import name_parameters
@@ -159,6 +159,7 @@ def _build_parts(
         node_world = node_weights.node_world
         mode, every = settings.check_weights, settings.check_weights_every
         check = AgreedWeightsCheck(node_weights.exchange, node_world, node_weights.trained.parameters, mode, every)
+    share_norms(optimizer, node_world or world)
     backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check, earlier)
     if not is_copy and earlier is None:
         tensors: list[tuple[str, torch.Tensor]] = [(p.name, p.tensor) for p in parameters]
@@ -201,11 +202,24 @@ def find_masters(optimizer: torch.optim.Optimizer) -> MasterWeights | None:
     return None
 
 
+def share_norms(optimizer: torch.optim.Optimizer, world: World | None) -> None:
+    """Have the innermost optimizer share the norms of its layers among the ranks of `world`, if it shares them: other
+    ranks may have another model. None stands for all ranks."""
+    innermost = _find_innermost(optimizer)
+    if isinstance(innermost, LayerwiseOptimizer):
+        innermost.noise = NoisyGradients(ranks=world)
+
+
+def _find_innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer = optimizer.inner
+    return optimizer
+
+
 def _build_noise_correction(optimizer: torch.optim.Optimizer, world: World) -> NoiseCorrection | None:
     """Return the correction of the innermost optimizer's steps for the noise of a node's gradient, None if they have
     none."""
-    while isinstance(optimizer, OptimizerWrapper):
-        optimizer = optimizer.inner
+    optimizer = _find_innermost(optimizer)
     if isinstance(optimizer, LayerwiseOptimizer):
         return LayerwiseNoise(optimizer, world.nodes, find_node_world(world))
     return SecondMoment(optimizer) if SecondMoment.supports(optimizer) else None

@@ -211,3 +211,40 @@ def test_norms_of_several_dtypes_are_computed_at_once(device: str) -> None:
     for kind, values in zip((weights, halves), actual, strict=True):
         torch.testing.assert_close(torch.tensor(values), torch.stack([x.float().norm() for x in kind]).cpu())
     assert compute_norms([], []) == [[], []]
+
+
+def test_lamb_corrects_the_moments_of_a_parameter_for_its_own_start() -> None:
+    """As torch's Adam does: with a constant gradient of 1, every step is as long as the learning rate."""
+    early, late = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = LAMB([early, late], lr=0.25)
+    for step in range(40):
+        early.grad = torch.ones(3)
+        late.grad = torch.ones(3) if step >= 30 else None
+        optimizer.step()
+    torch.testing.assert_close(early.detach(), torch.full((3,), -0.25 * 40), rtol=1e-4, atol=0)
+    torch.testing.assert_close(late.detach(), torch.full((3,), -0.25 * 10), rtol=1e-4, atol=0)
+
+
+def test_lamb_goes_on_with_a_state_without_counts_of_parameters() -> None:
+    """Older versions counted the steps of a group."""
+    models = [build_network() for _ in range(2)]
+    optimizers = [LAMB(model.parameters(), lr=0.02) for model in models]
+    train(models[0], optimizers[0], 6)
+    train(models[1], optimizers[1], 3)
+    state = copy.deepcopy(optimizers[1].state_dict())
+    for values in state["state"].values():
+        del values["step"]
+    optimizers[1] = LAMB(models[1].parameters(), lr=0.02)
+    optimizers[1].load_state_dict(state)
+    for step in range(3, 6):
+        torch.manual_seed(100 + step)
+        models[1](torch.randn(5, 7)).square().mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_complex_parameters_are_refused(kind: Any) -> None:
+    with pytest.raises(ArgumentError, match="complex"):
+        kind([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], lr=0.1)

@@ -10,6 +10,7 @@ import pytest
 from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS
 from topkube.training.exchange.tuning.tuning import Tuning
 from unit.training.tuned import (
+    BUCKETS,
     GIGABIT,
     build_compressing,
     decide,
@@ -125,3 +126,18 @@ def test_a_saved_choice_of_own_weights_stays_with_another_number_of_nodes(monkey
         other.restore(json.loads(json.dumps(tuned.save())))
         assert (other.choice and other.choice.algorithm.name, other.machines) == (kept, None)
         assert other.is_settled
+
+
+def test_own_weights_stay_at_the_next_resume_with_more_nodes_than_auto_would_take_them_for(monkeypatch: Any) -> None:
+    tuned = try_weights(monkeypatch, node_weights="own")
+    tuned.end_residuals()
+    state = tuned.save()
+    for has_measured in (False, True, True):  # saved before and after the first backward of a resumed run
+        resumed = build_compressing(monkeypatch, node_weights="own", nodes=8)
+        resumed.restore(json.loads(json.dumps(state)))
+        assert resumed.choice is not None
+        assert resumed.choice.algorithm.name == "onebit"
+        if has_measured:
+            resumed.choose(BUCKETS)
+        assert resumed.choice.algorithm.name == "onebit"
+        state = resumed.save()

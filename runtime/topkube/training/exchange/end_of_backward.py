@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -140,10 +141,18 @@ class EndOfBackward:
 
     def _is_changing(self, choice: Choice | None) -> bool:
         """Return True if the exchange of this backward was not yet that of the choice: it sent the residuals of an
-        earlier one, or used its buckets, or the next step begins or ends the exchange of weights."""
+        earlier one, or might have, or used its buckets; or the next step begins or ends the exchange of weights.
+        Several backwards, as with accumulation or skipped steps, may send residuals before a step."""
         begins_or_ends_weights = choice is not None and choice.algorithm.in_weights != self._in_force.in_weights
-        waits_for_residuals = self._must_plan_again and self._exchange.algorithms.large.residual is None
+        algorithms = self._exchange.algorithms
+        waits_for_residuals = algorithms.uses_residuals and algorithms.large.residual is None
         return waits_for_residuals or begins_or_ends_weights
+
+    @property
+    def _sends_nothing(self) -> bool:
+        """True if this rank exchanges nothing between nodes, because other nodes have fewer ranks."""
+        world = self._agreement.world
+        return world.nodes > 1 and world.cross_comm is None
 
     def _tune(self, is_saved: bool, late: LateUpdates | None) -> None:
         """Compare the exchanges so far with their prediction, when that is due, and change what `auto` or `dense`
@@ -155,6 +164,8 @@ class EndOfBackward:
         # Nodes with weights of their own exchange them in the optimizer's step.
         exchange = read_exchange_seconds() if self._in_force.in_weights else self._queue.exchange_seconds
         measured = tuning.note_step(time.perf_counter(), exchange, self._is_changing(tuning.choice))
+        if measured is not None and self._sends_nothing:
+            measured[-2] = -math.inf  # a rank of the largest node: the least time of the others counts
         if measured is not None and tuning.decide(self._agreement.maximum(measured).tolist(), self._plan.list_sizes()):
             self._exchange.algorithms.adopt(tuning.choice)
             self._must_plan_again = True

@@ -54,6 +54,18 @@ class LAMB(LayerwiseOptimizer):
         self.parallel = parallel
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "steps": 0})
 
+    def _count_steps(self, group: dict[str, Any], weights: list[torch.Tensor]) -> list[int]:
+        """Count a step of each of the weights, which have gradients, and return their counts: a parameter that is
+        trained later has the correction of its own start. The counts of older states are those of their groups."""
+        counts = []
+        for weight in weights:
+            state = self.state[weight]
+            if "step" not in state:
+                state["step"] = torch.tensor(group["steps"] - 1 if "mean" in state else 0, dtype=torch.float32)
+            state["step"] += 1
+            counts.append(int(state["step"]))
+        return counts
+
     def _update(self, group: dict[str, Any]) -> None:
         weights, gradients = list_with_gradients(group)
         if not weights:
@@ -63,21 +75,24 @@ class LAMB(LayerwiseOptimizer):
 
         # Both moments, and Adam's directions.
         gradients = [gradient.float() for gradient in gradients]
+        steps = self._count_steps(group, weights)
         means, squares = list_state(self, weights, "mean"), list_state(self, weights, "square")
         torch._foreach_lerp_(means, gradients, 1 - first)
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
-        ratios, steps = self.noise.list_ratios(weights), group["steps"]
-        roots = torch._foreach_div(squares, [(1 - second**steps) * ratio for ratio in ratios])
+        ratios = self.noise.list_ratios(weights)
+        roots = torch._foreach_div(squares, [(1 - second**n) * ratio for n, ratio in zip(steps, ratios, strict=True)])
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
-        update = list(torch._foreach_div(means, 1 - first**steps))
+        update = list(torch._foreach_div(means, [1 - first**n for n in steps]))
         torch._foreach_div_(update, roots)
 
         # The noise of the directions, and weight decay. Only the first `layers` tensors are adapted and decayed.
         layers = sum(is_adapted(weight) for weight in weights)
-        share = compute_noise_share(first, steps)
-        mean_ratios = [compute_ratio_of_mean(ratio, share, self.noise.nodes) for ratio in ratios[:layers]]
+        mean_ratios = [
+            compute_ratio_of_mean(ratio, compute_noise_share(first, n), self.noise.nodes)
+            for n, ratio in zip(steps[:layers], ratios, strict=False)
+        ]
         is_noisy = any(ratio != 1 for ratio in mean_ratios)
         directions = update[:layers]
         if group["weight_decay"] and layers:

@@ -39,6 +39,16 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     noise = NoisyGradients()
     """The noise of the gradients of the current step."""
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Raises ArgumentError for complex parameters."""
+        super().add_param_group(param_group)
+        if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
+            raise ArgumentError(
+                f"{type(self).__name__} does not train complex parameters",
+                cause="its moments are float32, so a step would drop the imaginary part of the gradients",
+                next_step="use torch.optim.Adam or SGD for them, or view them as real numbers (torch.view_as_real)",
+            )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all groups. `closure` is called first, with gradients on; the step returns its result."""
@@ -55,7 +65,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for saved_id, parameter in zip(saved_ids, parameters, strict=True):
             for name, value in state_dict["state"].get(saved_id, {}).items():
-                self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
+                device = torch.device("cpu") if name == "step" else parameter.device  # a count is read in every step
+                self.state[parameter][name] = value.to(device, torch.float32, copy=True)
 
     @abstractmethod
     def _update(self, group: dict[str, Any]) -> None: ...

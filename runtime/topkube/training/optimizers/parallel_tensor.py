@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from topkube.errors import ArgumentError
-from topkube.training.ranks.agreement import open_agreement
+from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World, current
 
 Tensors = Sequence[torch.Tensor]
@@ -57,7 +57,8 @@ def map(
     if own:
         values[own] = _check_shape(function(own), len(own), numbers)
     # One rank has each number, and the other ranks add zeros to it: its bits stay the same.
-    gathered = open_agreement(world).sum(values.reshape(-1).tolist())
+    # In the communication thread, where other agreements wait in a queue that is the same on all ranks.
+    gathered = QueuedAgreement(world).sum(values.reshape(-1).tolist())
     return [[float(x) for x in row] for row in gathered.reshape(layers, numbers)]
 
 

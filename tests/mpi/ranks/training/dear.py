@@ -222,6 +222,27 @@ def case_clipping_by_the_optimizer_needs_no_gather(world: World) -> None:
     assert are_equal_on_all_ranks(copy_weights(late))
 
 
+def case_clipping_again_scales_no_more(world: World) -> None:
+    """As a script and a callback do, or a script that logs the norm. After the step, the update stays as it is."""
+    results = []
+    for overlap in ("dear", "backward"):
+        norms: list[float] = []
+
+        def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int, norms=norms) -> None:
+            run_backward(model, step)
+            norms.extend(optimizer.clip_grad_norm_(0.1) for _ in range(2))
+            optimizer.step()
+            assert type(optimizer.clip_grad_norm_(0.01)) is float
+            optimizer.zero_grad()
+
+        results.append((copy_weights(train(overlap, script)[0]), norms))
+    (late, late_norms), (reference, expected_norms) = results
+    assert late_norms == pytest.approx(expected_norms, rel=1e-5)
+    assert late_norms[1::2] == pytest.approx([0.1] * STEPS, rel=1e-3)
+    for weights, expected in zip(late, reference, strict=True):
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
 def case_a_rank_may_read_a_gradient_alone(world: World) -> None:
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
         run_backward(model, step)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import topkube
 from ranks.training.scene import (
+    are_equal_on_all_ranks,
     build_network,
     build_optimizer,
     compute_loss,
+    copy_weights,
     draw_samples,
     take_own_part,
     train,
@@ -73,3 +76,47 @@ def case_parallel_lars_computes_each_norm_once(world: World) -> None:
             optimizer.unwrap()
         counts.append(sum(world.comm.allgather(sum(computed))))
     assert counts[0] == counts[1] * world.size
+
+
+def case_parallel_norms_do_not_meet_the_announcements_of_batches(world: World) -> None:
+    """A loop that makes the step of a batch when the next one is there: the announcement of the next batch is under
+    way then."""
+    results = []
+    for parallel in (False, True):
+        model = build_network()
+        optimizer = build_optimizer(model, lambda p, parallel=parallel: LARS(p, lr=0.5, trust=0.02, parallel=parallel))
+        batches = [tuple(map(take_own_part, draw_samples(8 * world.size, step))) for step in range(40)]
+        for number, (x, y) in enumerate(optimizer.join(batches)):
+            if number:
+                optimizer.step()
+                optimizer.zero_grad()
+            compute_loss(model, x, y).backward()
+        optimizer.unwrap()
+        assert are_equal_on_all_ranks(copy_weights(model))
+        results.append(copy_weights(model))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def case_parallel_norms_are_those_of_the_ranks_of_the_optimizer(world: World) -> None:
+    """Two groups of ranks train different models. Afterwards, the wrapped optimizer has no ranks of its own again."""
+    if world.size < 2:
+        return
+    groups = [list(range(world.size))[start::2] for start in (0, 1)]
+    worlds = [topkube.new_world(group) for group in groups]
+    number = world.rank % 2
+    own = worlds[number]
+    results = []
+    for parallel in (False, True):
+        torch.manual_seed(number)
+        model = torch.nn.Sequential(*(torch.nn.Linear(24, 24) for _ in range(2 + number)), torch.nn.Linear(24, 1))
+        optimizer = build_optimizer(
+            model, lambda p, parallel=parallel: LARS(p, lr=0.5, trust=0.02, parallel=parallel), world=own
+        )
+        for step in range(3):
+            x, y = draw_samples(8 * own.size, step)
+            compute_loss(model, x[own.rank :: own.size], y[own.rank :: own.size]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.unwrap().noise.ranks is None
+        results.append(copy_weights(model))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -13,6 +13,7 @@ update without being noticed, its result is NaN.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -179,20 +180,29 @@ class LateUpdates:
 
         `gradients` holds all gradients. Every rank counts its segments of pending parts; the other gradients are equal
         on all ranks, and only the rank with `counts_whole` counts them. Return None if a rank has gathered a part
-        already, or if a part has no results before it is gathered: nothing is scaled then. All ranks call this
-        together."""
+        already, if a part has no results before it is gathered, or after `step()`, whose update must not change:
+        nothing is scaled then. All ranks call this together."""
         pending = {id(gradient) for part in self._parts for gradient in part.gradients}
         whole = [gradient for gradient in gradients if id(gradient) not in pending]
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            segments = [(part.source.flat, part.source.halved.ranges) for part in self._parts]
-            counted = [flat[start:stop] for flat, ranges in segments for start, stop in ranges or ()]
-            counted += whole if counts_whole else []
-            squares = sum(float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2 for values in counted)
-            must_gather = len(self._parts) < self._begun_count or any(ranges is None for _, ranges in segments)
-            total, ranks_that_must_gather = sum_over_ranks([squares, float(must_gather)])
+            # The gathers of a part continue: its values have their factor only after them.
+            counted = [
+                (part.source.flat[start:stop], part.factor)
+                for part in self._parts
+                for start, stop in part.source.halved.ranges or ()
+            ]
+            counted += [(gradient, 1.0) for gradient in whole] if counts_whole else []
+            squares = sum(
+                (factor * float(torch.linalg.vector_norm(values, dtype=torch.float64))) ** 2
+                for values, factor in counted
+            )
+            must_gather = len(self._parts) < self._begun_count or any(
+                part.source.halved.ranges is None or part.weights is not None for part in self._parts
+            )
+            total, ranks_that_must_gather = map(float, sum_over_ranks([squares, float(must_gather)]))
             if ranks_that_must_gather:
                 return None
-            norm: float = total**0.5
+            norm = math.sqrt(total)
             factor = min(1.0, max_norm / (norm + 1e-6))
             if factor < 1:
                 for part in self._parts:
@@ -221,12 +231,13 @@ class LateUpdates:
         self._finish(part)
 
     def _finish(self, part: _LatePart) -> None:
-        self._parts.remove(part)
-        forget_tensors([*part.parameters, *part.gradients])
         assert self._gathers is not None
         self._gathers.result()
         if not part.source.halved.is_gathered:
             communication_thread.run(lambda: self._reduced_parts.finish_gather([part.source]))
+        # If the wait has failed, every later use fails too: nobody takes NaN for the weights.
+        self._parts.remove(part)
+        forget_tensors([*part.parameters, *part.gradients])
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
             if part.factor != 1:
                 torch._foreach_mul_(part.gradients, part.factor)

@@ -12,18 +12,19 @@ from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
 
 _KEY = "measured machines"
-"""The key of the measurement in the world's cache."""
+"""The key of the measurements in the world's cache."""
 
 
 def agree_on_machines(
-    world: World, agreement: QueuedAgreement, measure_device: Callable[[], DeviceRates | None]
+    world: World, agreement: QueuedAgreement, is_on_device: bool, measure_device: Callable[[], DeviceRates | None]
 ) -> Machines:
-    """Return the cluster as its slowest node and its slowest link, measured once per world. `measure_device` returns
-    what this rank measures on the GPU that reduces its gradients, None without one. All ranks call this together."""
-    if _KEY not in world.cache:
-        world.cache[_KEY] = _measure(world, agreement, measure_device)
-    machines: Machines = world.cache[_KEY]
-    return machines
+    """Return the cluster as its slowest node and its slowest link, measured once per world for gradients in host memory
+    and once for those on GPUs (`is_on_device`). `measure_device` returns what this rank measures on the GPU that
+    reduces its gradients, None without one. All ranks call this together."""
+    measured: dict[bool, Machines] = world.cache.setdefault(_KEY, {})
+    if is_on_device not in measured:
+        measured[is_on_device] = _measure(world, agreement, measure_device)
+    return measured[is_on_device]
 
 
 def _measure(world: World, agreement: QueuedAgreement, measure_device: Callable[[], DeviceRates | None]) -> Machines:

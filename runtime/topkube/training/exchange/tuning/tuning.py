@@ -130,7 +130,9 @@ class Tuning:
         """Measure the machines if it was not done yet for this world. All ranks call this together."""
         if self.machines is not None or self._world.nodes == 1:
             return
-        self.machines = self._probed = agree_on_machines(self._world, self._agreement, self.measure_device)
+        self.machines = self._probed = agree_on_machines(
+            self._world, self._agreement, self._is_on_device, self.measure_device
+        )
 
     def choose(self, buckets: Sequence[BucketSize]) -> None:
         """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. If only a later
@@ -366,12 +368,12 @@ class Tuning:
     # ---- checkpoints
 
     def save(self) -> dict[str, Any] | None:
-        """Return the measured machines and the choice for a checkpoint; None before a measurement."""
-        if self.machines is None:
+        """Return the measured machines and the choice for a checkpoint; None before both."""
+        if self.machines is None and self.choice is None:
             return None
         return {
             "settings": self._describe_job(),
-            "machines": dataclasses.asdict(self.machines),
+            "machines": self.machines and dataclasses.asdict(self.machines),
             **save_choice(self.choice, self._after_residuals),
             "summary": self.summary,
         }
@@ -384,13 +386,17 @@ class Tuning:
         self._times.restart()
         if state is None or state["settings"] != self._describe_job():
             return
-        machines, slots = Machines(**state["machines"]), max(map(len, self._world.node_ranks))
-        if (machines.nodes, machines.slots) != (self._world.nodes, slots):
+        saved, slots = state["machines"], max(map(len, self._world.node_ranks))
+        if saved is None or (saved["nodes"], saved["slots"]) != (self._world.nodes, slots):
             self._keep_own_weights(state)
             return
+        machines = Machines(**saved)
         if self._aggregation.algorithm in CHOICES:
             self.choice = find_saved_choice(state, self._rank((), machines))
-            if self.choice is None:
+            if self.choice is None or (self.choice.algorithm.needs_gpu and not self._is_on_device):
+                self.choice = None
+                self._keep_own_weights(state)  # more nodes than a new choice of it allows
+                self.machines = machines if self.choice is not None else None
                 return
             self._after_residuals = find_after_residuals(state, self.compressed_choices)
         self.machines, self.summary = machines, state["summary"]
