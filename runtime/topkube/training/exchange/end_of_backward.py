@@ -141,11 +141,9 @@ class EndOfBackward:
 
     def _is_changing(self, choice: Choice | None) -> bool:
         """Return True if the exchange of this backward was not yet that of the choice: it sent the residuals of an
-        earlier one, or might have, or used its buckets; or the next step begins or ends the exchange of weights.
-        Several backwards, as with accumulation or skipped steps, may send residuals before a step."""
+        earlier one, or used its buckets, or the next step begins or ends the exchange of weights."""
         begins_or_ends_weights = choice is not None and choice.algorithm.in_weights != self._in_force.in_weights
-        algorithms = self._exchange.algorithms
-        waits_for_residuals = algorithms.uses_residuals and algorithms.large.residual is None
+        waits_for_residuals = self._must_plan_again and self._exchange.algorithms.large.residual is None
         return waits_for_residuals or begins_or_ends_weights
 
     @property
