@@ -15,9 +15,8 @@ from topkube.data.base.shared_numbers import SharedNumbers
 from topkube.data.remote.listing import Longs
 from topkube.errors import ArgumentError, WorldError
 
-_NOTED, _NOTES, _KEPT_NOTES = 3, 4, 16
-"""The places of the number of notes of iterators and of the first note among the shared numbers, and how many notes
-are kept."""
+_NOTE_COUNT, _FIRST_NOTE, _MOST_NOTES = 3, 4, 16
+"""Among the shared numbers: the place of the count of all notes, that of the first note, and how many are kept."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class DistributedSampler:
         # Workers of a data loader share this memory, so persistent workers see the next epoch: the epoch, the position,
         # the length of `_taken`, and notes of iterators of persistent workers: their number, and a key and a position
         # for each.
-        self._state = SharedNumbers(_NOTES + 2 * _KEPT_NOTES)
+        self._state = SharedNumbers(_FIRST_NOTE + 2 * _MOST_NOTES)
         self._last_position = 0
         """The position, as this process has set it. A worker knows by it where its loader's first iterator began."""
         self._iterators_of_worker = 0
@@ -194,11 +193,11 @@ class DistributedSampler:
         """Return the position at which the first worker began iterator `number`, and note it if this is that worker."""
         key = 1 + (loader * 1_000_003 + number) % (2**62)
         with self._state.locked():
-            for place in range(_NOTES, _NOTES + 2 * _KEPT_NOTES, 2):
+            for place in range(_FIRST_NOTE, _FIRST_NOTE + 2 * _MOST_NOTES, 2):
                 if self._state[place] == key:
                     return self._state[place + 1]
-            place = _NOTES + 2 * (self._state[_NOTED] % _KEPT_NOTES)
-            self._state[_NOTED] += 1
+            place = _FIRST_NOTE + 2 * (self._state[_NOTE_COUNT] % _MOST_NOTES)
+            self._state[_NOTE_COUNT] += 1
             self._state[place], self._state[place + 1] = key, self._state[1]
             return self._state[place + 1]
 

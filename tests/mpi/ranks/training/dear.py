@@ -25,7 +25,6 @@ from ranks.training.dear_scene import (
     wait_for,
 )
 from ranks.training.scene import (
-    are_equal_on_all_ranks,
     build_network,
     build_optimizer,
     compute_loss,
@@ -58,13 +57,12 @@ def case_updates_come_with_the_next_forward(world: World) -> None:
         assert late == [False, *[world.nodes > 1] * (STEPS - 1), *[False] * STEPS], (options, late)  # the first plans
 
 
-def case_clipping_and_late_updates_work_in_rounds(world: World) -> None:
+def case_late_updates_work_in_rounds(world: World) -> None:
     """As with many nodes."""
     limit = cost.PAIRWISE_LIMIT
     try:
         cost.PAIRWISE_LIMIT = 1
         check_equal(take_step)
-        case_clipping_by_the_optimizer_needs_no_gather(world)
         case_gathers_begin_in_backward_while_the_link_is_idle(world)
     finally:
         cost.PAIRWISE_LIMIT = limit
@@ -190,57 +188,6 @@ def case_late_updates_use_the_learning_rate_of_their_step(world: World) -> None:
         schedules[id(optimizer)].step()
 
     check_equal(script)
-
-
-def case_clipping_by_torch_gathers_the_gradients(world: World) -> None:
-    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
-        run_backward(model, step)
-        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
-        optimizer.step()
-        model.zero_grad()
-
-    check_equal(script)
-
-
-def case_clipping_by_the_optimizer_needs_no_gather(world: World) -> None:
-    models = []
-    for overlap in ("dear", "backward"):
-        norms: list[float] = []
-
-        def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int, norms=norms) -> None:
-            run_backward(model, step)
-            norms.append(optimizer.clip_grad_norm_(0.1))
-            assert is_late(optimizer) is (step > 0 and optimizer.aggregation.overlap == "dear" and world.nodes > 1)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        models.append((train(overlap, script)[0], norms))
-    (late, late_norms), (reference, expected_norms) = models
-    assert late_norms == pytest.approx(expected_norms, rel=1e-5)
-    for weights, expected in zip(copy_weights(late), copy_weights(reference), strict=True):
-        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
-    assert are_equal_on_all_ranks(copy_weights(late))
-
-
-def case_clipping_again_scales_no_more(world: World) -> None:
-    """As a script and a callback do, or a script that logs the norm. After the step, the update stays as it is."""
-    results = []
-    for overlap in ("dear", "backward"):
-        norms: list[float] = []
-
-        def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int, norms=norms) -> None:
-            run_backward(model, step)
-            norms.extend(optimizer.clip_grad_norm_(0.1) for _ in range(2))
-            optimizer.step()
-            assert type(optimizer.clip_grad_norm_(0.01)) is float
-            optimizer.zero_grad()
-
-        results.append((copy_weights(train(overlap, script)[0]), norms))
-    (late, late_norms), (reference, expected_norms) = results
-    assert late_norms == pytest.approx(expected_norms, rel=1e-5)
-    assert late_norms[1::2] == pytest.approx([0.1] * STEPS, rel=1e-3)
-    for weights, expected in zip(late, reference, strict=True):
-        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
 def case_a_rank_may_read_a_gradient_alone(world: World) -> None:
