@@ -25,7 +25,8 @@ class LARS(LayerwiseOptimizer):
 
     lr: the global rate; trust: the paper's coefficient eta. Tensors of at most one dimension take plain momentum steps
     at `lr`, without decay. `parallel`: each rank computes the norms of its share of the layers (parallel_tensor.py);
-    all ranks then call `step` together, with equal gradients. Momentum is float32.
+    all ranks, or those of the world of a DistributedOptimizer, then call `step` together, with equal gradients.
+    Momentum is float32.
 
     |g| is the norm of the mean gradient of all ranks. With error feedback in the weights, a node has only its own
     gradient, of which the norm is larger: onebit and topk1bit use |g| / sqrt(rho) (node_weights/gradient_noise.py), and
