@@ -51,7 +51,8 @@ def test_many_nodes(module: str, case: str, links: str, forks: Callable[[str], P
     assert not any(outcome.values()), outcome
 
 
-TRAINING = "training.tuning,training.dear,training.dear_clipping,training.dear_compressed,training.gradients"
+DENSE = "training.tuning,training.tuning_owed,training.dear,training.dear_clipping,training.dear_compressed"
+TRAINING = f"{DENSE},training.gradients"
 TRAINING_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1, 1), (2, 2)]}
 
 

@@ -34,7 +34,7 @@ def test_sharded_models(outcome, mpi: str, layout: tuple[int, ...], case: str) -
     assert not (problem := outcome("training.sharded", mpi, layout, case)), problem
 
 
-DENSE = "training.tuning,training.dear,training.dear_clipping,training.dear_compressed"
+DENSE = "training.tuning,training.tuning_owed,training.dear,training.dear_clipping,training.dear_compressed"
 DENSE_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (3, 1)], "openmpi": [(2, 2)]}
 
 

@@ -64,7 +64,7 @@ class OptimizerState:
         own = state.pop("topkube", {})
         self._inner.load_state_dict(state)
         backward = self._backward
-        backward.in_force.steps, backward.gradients.skipped_steps = own.get("steps", 0), own.get("skipped_steps", 0)
+        self._load_counters(own)
         residuals = own.get("residuals", {})
         pieces, rank = residuals.get("pieces", {}), residuals.get("rank", backward.world.rank)
         if rank != backward.world.rank and pieces:
@@ -108,7 +108,7 @@ class OptimizerState:
         state = dict(state)
         own, backward = state.pop("topkube"), self._backward
         self._inner.load_state_dict(state)
-        backward.in_force.steps, backward.gradients.skipped_steps = own["steps"], own["skipped_steps"]
+        self._load_counters(own)
         residuals = backward.exchange.residuals
         pieces, whole = residuals.save(), residuals.list_whole()
         backward.plan.restore(own)
@@ -118,16 +118,23 @@ class OptimizerState:
         """Load what `save` returned under "topkube" into a copy of the optimizer. A copy has its own wrapped optimizer
         already, with its state."""
         backward = self._backward
-        backward.in_force.steps, backward.gradients.skipped_steps = own["steps"], own["skipped_steps"]
+        self._load_counters(own)
         residuals = own["residuals"]
         backward.exchange.residuals.load(residuals["pieces"], residuals.get("whole", ()))
         backward.plan.restore(own)
 
+    def _load_counters(self, own: dict[str, Any]) -> None:
+        backward = self._backward
+        backward.in_force.steps, backward.gradients.skipped_steps = own.get("steps", 0), own.get("skipped_steps", 0)
+        backward.exchange.algorithms.drained_steps = own.get("drained_steps", 0)
+
     def _save_exchange(self) -> dict[str, Any]:
-        """Return the order of the buckets, steps (the position in the warm-up) and skipped steps."""
+        """Return the order of the buckets, steps (the position in the warm-up), skipped steps, and the number of steps
+        that still send whole residuals."""
         backward = self._backward
         return {
             **backward.plan.save(),
             "steps": backward.in_force.steps,
             "skipped_steps": backward.gradients.skipped_steps,
+            "drained_steps": backward.exchange.algorithms.drained_steps,
         }

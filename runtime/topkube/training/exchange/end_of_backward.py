@@ -43,8 +43,6 @@ class EndOfBackward:
         self.density_used = 1.0
         self._parameters, self._agreement, self._plan, self._exchange = parameters, agreement, plan, exchange
         self._in_force, self._queue, self._gradients, self._weights = in_force, queue, gradients, weights
-        self._must_plan_again = False
-        """True if the choice has changed and the buckets are those of the last one, because residuals were in use."""
 
     def run(self, seen: list[int], late: LateUpdates | None, are_hooks_deferred: bool) -> None:
         """Exchange the remaining buckets, and agree on the step. All ranks call this together.
@@ -87,11 +85,15 @@ class EndOfBackward:
     def _agree_on_plan(self, seen: list[int]) -> None:
         """Plan the buckets, the same on all ranks, after the first backward since the optimizer was created or
         loaded."""
+        algorithms, residuals = self._exchange.algorithms, self._exchange.residuals
+        drained_steps = max(algorithms.drained_steps, int(residuals.has_loaded))
         if self._agreement.world.size > 1:  # a rank may have loaded a state for all ranks
-            self._in_force.steps = int(self._agreement.maximum([self._in_force.steps])[0])
+            self._in_force.steps, drained_steps = map(
+                int, self._agreement.maximum([self._in_force.steps, drained_steps])
+            )
         self._plan.agree(seen)
-        self._exchange.algorithms.begin_anew()
-        self._exchange.algorithms.adopt(self._plan.tuning.choice)
+        algorithms.begin_anew(drained_steps)
+        algorithms.adopt(self._plan.tuning.choice)
         self._weights.expect_first_step()
 
     def _exchange_new_buckets(self, seen: list[int], left_out_buckets: list[Bucket]) -> bool | DeviceFlag:
@@ -141,10 +143,12 @@ class EndOfBackward:
 
     def _is_changing(self, choice: Choice | None) -> bool:
         """Return True if the exchange of this backward was not yet that of the choice: it sent the residuals of an
-        earlier one, or used its buckets, or the next step begins or ends the exchange of weights."""
+        earlier one, or used its buckets, or the next step begins or ends the exchange of weights. Backwards that come
+        before a step, or before skipped steps, all send the residuals."""
         begins_or_ends_weights = choice is not None and choice.algorithm.in_weights != self._in_force.in_weights
-        waits_for_residuals = self._must_plan_again and self._exchange.algorithms.large.residual is None
-        return waits_for_residuals or begins_or_ends_weights
+        algorithms = self._exchange.algorithms
+        is_of_earlier = algorithms.large.residual is None and (algorithms.uses_residuals or self._plan.is_outdated)
+        return is_of_earlier or begins_or_ends_weights
 
     @property
     def _sends_nothing(self) -> bool:
@@ -166,9 +170,8 @@ class EndOfBackward:
             measured[-2] = -math.inf  # a rank of the largest node: the least time of the others counts
         if measured is not None and tuning.decide(self._agreement.maximum(measured).tolist(), self._plan.list_sizes()):
             self._exchange.algorithms.adopt(tuning.choice)
-            self._must_plan_again = True
-        if self._must_plan_again and not used_residuals:  # residuals are stored by bucket
-            self._must_plan_again = False
+            self._plan.is_outdated = True
+        if self._plan.is_outdated and not used_residuals:  # residuals are stored by bucket
             if late is not None:
                 late.finish()  # the gathers that have begun are those of the present buckets
             self._exchange.residuals.leave_buckets()

@@ -8,12 +8,10 @@ import torch
 
 import topkube
 from ranks.training.scene import (
-    DeliveredGradients,
     are_equal_on_all_ranks,
     assert_close,
     build_network,
     build_optimizer,
-    build_plain_sgd,
     compute_loss,
     copy_weights,
     draw_samples,
@@ -24,6 +22,7 @@ from ranks.training.tuning_scene import (
     STEPS,
     distort_measured_links,
     have_same_choice,
+    mixes_small_tensors,
     read_algorithm,
     simulate_slow_links,
     simulate_step_times,
@@ -126,122 +125,6 @@ def case_auto_tries_int4_and_all_ranks_keep_it_if_steps_become_faster(world: Wor
     assert read_algorithm(again) == "int4"
     assert all(torch.equal(a, b) for a, b in zip(copy_weights(model), copy_weights(resumed), strict=True))
     again.unwrap()
-
-
-def mixes_small_tensors(optimizer: topkube.DistributedOptimizer) -> bool:
-    """Return True if a small tensor shares a bucket with one that is not small."""
-    return any(
-        len({parameter.is_always_dense for parameter in bucket.parameters}) > 1
-        for bucket in optimizer._backward.plan.buckets
-    )
-
-
-def case_small_tensors_share_buckets_only_if_values_are_sent_as_they_are(world: World) -> None:
-    """Also after a resume from the state of another algorithm, and in a stage of a schedule."""
-    states = []
-    for name, options, mixes in (
-        ("dense", {}, True),
-        ("dense", {"dense_wire": "bf16"}, False),
-        ("dense", {"schedule": (Stage(3, algorithm="int8"),)}, False),
-        ("int8", {}, False),
-        ("hitopk", {}, False),
-    ):
-        model = build_network()
-        optimizer = build_optimizer(model, aggregation=name, bucket_bytes=None, **options)
-        if states and not options:
-            optimizer.load_state_dict(states[0])
-        train(model, optimizer, 0, 4)
-        assert mixes_small_tensors(optimizer) == mixes, (name, options)
-        states.append(copy.deepcopy(optimizer.state_dict()))
-        optimizer.unwrap()
-
-
-def case_small_tensors_stay_exact_if_auto_changes_before_the_first_step(world: World) -> None:
-    """A script adds up many backwards before its first step. Buckets cannot be planned again then, and small tensors
-    share them: they are sent as they are."""
-    if world.nodes == 1:
-        return
-    with simulate_slow_links(world, 0.5, 0.6, 0.5):
-        model = build_network()
-        optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None)
-        for step in range(STEPS + 1):
-            compute_loss(model, *(take_own_part(part) for part in draw_samples(8 * world.size, step))).backward()
-        assert read_algorithm(optimizer) == "int4"
-        assert mixes_small_tensors(optimizer)
-        algorithms = optimizer._backward.exchange.algorithms
-        for bucket in optimizer._backward.plan.buckets:
-            is_compressed = algorithms.choose(bucket, 1.0, False).algorithm.compresses
-            assert is_compressed is not any(parameter.is_always_dense for parameter in bucket.parameters)
-        optimizer.step()
-        optimizer.zero_grad()
-        train(model, optimizer, STEPS + 1, 3 * STEPS)
-        assert read_algorithm(optimizer) == "hierarchical"  # steps were not faster
-        assert are_equal_on_all_ranks(copy_weights(model))
-        optimizer.unwrap()
-
-
-def case_what_int4_owes_is_sent_when_auto_returns_to_dense(world: World) -> None:
-    """The steps with int4 are not faster. The first dense step after them has a NaN: it is skipped, and the next step
-    sends what was owed."""
-    if world.nodes == 1:
-        return
-    with simulate_slow_links(world, 0.5, 0.49):
-        model = build_network()
-        optimizer = topkube.DistributedOptimizer(
-            build_plain_sgd(model.parameters()), model.named_parameters(), aggregation="auto"
-        )
-        delivered, names, largest_owed = DeliveredGradients(world, model), [], 0.0
-        for step in range(2 * STEPS + 4):
-            is_skipped = step == 2 * STEPS
-            loss = 0.01 * compute_loss(model, *(take_own_part(part) for part in draw_samples(8 * world.size, step)))
-            own = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-            if not is_skipped:
-                delivered.count(own)
-            (loss * torch.nan if is_skipped and world.rank == world.size - 1 else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert have_same_choice(world, optimizer)
-            names.append(read_algorithm(optimizer))
-            missing = delivered.measure_missing()
-            if step == 2 * STEPS - 1:
-                largest_owed = missing
-            elif step > 2 * STEPS:
-                assert missing < largest_owed / 10, (step, missing, largest_owed)
-        assert names == ["hierarchical"] * (STEPS - 1) + ["int4"] * STEPS + ["hierarchical"] * 5, names
-        assert mixes_small_tensors(optimizer)  # buckets were planned again when nothing was owed any more
-        assert (optimizer.steps, optimizer.skipped_steps) == (2 * STEPS + 3, 1)
-        owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
-        assert not any(values.any() for entries in owed.values() for _, values in entries)
-        assert are_equal_on_all_ranks(copy_weights(model))
-        optimizer.unwrap()
-
-
-def case_int4_returns_after_a_second_measurement_without_it(world: World) -> None:
-    """A gain below 10% is measured against dense steps once more."""
-    if world.nodes == 1:
-        return
-    with simulate_slow_links(world, 0.5, 0.46, 0.5):
-        model = build_network()
-        optimizer = topkube.DistributedOptimizer(
-            build_plain_sgd(model.parameters()), model.named_parameters(), aggregation="auto"
-        )
-        delivered, names, missing = DeliveredGradients(world, model), [], []
-        for step in range(3 * STEPS + 2):
-            loss = 0.01 * compute_loss(model, *(take_own_part(part) for part in draw_samples(8 * world.size, step)))
-            delivered.count(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert have_same_choice(world, optimizer)
-            names.append(read_algorithm(optimizer))
-            missing.append(delivered.measure_missing())
-        dense, int4 = ["hierarchical"], ["int4"]
-        assert names == dense * (STEPS - 1) + int4 * STEPS + dense * STEPS + int4 * 3, names
-        assert optimizer.tuning.is_settled
-        assert "kept: 460 ms per step, 500 ms before" in optimizer.tuning.summary
-        assert max(missing[2 * STEPS + 1 : 3 * STEPS]) < max(missing[STEPS : 2 * STEPS]) / 10, missing
-        assert are_equal_on_all_ranks(copy_weights(model))
-        optimizer.unwrap()
 
 
 def case_a_schedule_keeps_auto_dense(world: World) -> None:

@@ -101,3 +101,11 @@ def simulate_slow_links(world: World, *seconds: float) -> Iterator[None]:
 
 def read_algorithm(optimizer: topkube.DistributedOptimizer) -> str:
     return optimizer.tuning.choice.algorithm.name if optimizer.tuning.choice is not None else ""
+
+
+def mixes_small_tensors(optimizer: topkube.DistributedOptimizer) -> bool:
+    """Return True if a small tensor shares a bucket with one that is not small."""
+    return any(
+        len({parameter.is_always_dense for parameter in bucket.parameters}) > 1
+        for bucket in optimizer._backward.plan.buckets
+    )

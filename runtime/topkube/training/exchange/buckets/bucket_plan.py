@@ -28,7 +28,7 @@ class BucketPlan:
     resumes bit for bit needs the same order. `is_agreed` is False until all ranks have compared their plans, at the end
     of the first backward after the optimizer was created or loaded. `trainable` holds the indices of the parameters
     that required a gradient on all ranks when the ranks last compared them. `tuning` is what `auto` or `dense` stands
-    for.
+    for. `is_outdated` is True if that has changed since the buckets were planned, because they still had residuals.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BucketPlan:
     ) -> None:
         self.buckets: list[Bucket] = []
         self.order: list[str] | None = None
-        self.is_agreed = False
+        self.is_agreed = self.is_outdated = False
         self.trainable: set[int] = set()
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
         self._agreement = agreement
@@ -87,6 +87,7 @@ class BucketPlan:
     def plan_again(self) -> None:
         """Plan all buckets again, if another algorithm or rate of the link needs other sizes. All ranks call this
         between the same two steps, and only if no bucket has a residual."""
+        self.is_outdated = False
         if self.order is not None and (self._choose_largest_size() is None or self._needs_other_buckets()):
             self._restore_buckets(self.order)
 
@@ -136,6 +137,7 @@ class BucketPlan:
             "buckets": names,
             "bucket_sizes": self._planned[0],
             "mixes_small": self._planned[1],
+            "is_outdated": self.is_outdated,
             "choice": self.tuning.save(),
         }
 
@@ -143,6 +145,7 @@ class BucketPlan:
         """Plan the buckets of a saved `state`: the saved buckets, or buckets for the saved order if it was saved with
         other settings; none yet if it has no order, or names parameters that are not here."""
         self.buckets, self._bucket_of, self.order, self.is_agreed = [], {}, None, False
+        self.is_outdated = bool(state.get("is_outdated", False))
         self.tuning.restore(state.get("choice"))
         by_name = {parameter.name: parameter for parameter in self._parameters}
         order = state.get("order")

@@ -31,8 +31,9 @@ class BucketAlgorithms:
         self, world: World, aggregation: AggregationSettings, compressed_choices: tuple[Algorithm, ...] = ()
     ) -> None:
         self._nodes, self.compressed_choices = world.nodes, compressed_choices
-        self._drained_steps = 0
-        """The number of steps that still send whole residuals, since `auto` stands for an algorithm without them."""
+        self.drained_steps = 0
+        """The number of steps that still send whole residuals, since `auto` stands for an algorithm without them. It is
+        part of a saved state: a run that resumes sends them in the same steps."""
         self.change_to(aggregation)
         density = aggregation.density
         stages = [algorithms.resolve(name, world.nodes, sys.maxsize, density) for name in aggregation.algorithms]
@@ -53,23 +54,23 @@ class BucketAlgorithms:
         changes for an algorithm with which nodes have weights of their own: it exchanges no gradients between nodes."""
         if choice is not None and not choice.algorithm.in_weights:
             if self.large.residual is not None and choice.algorithm.residual is None:
-                self._drained_steps = 2  # the step whose gradients are exchanged already, and the next one
+                self.drained_steps = 2  # the step whose gradients are exchanged already, and the next one
             self.choice, self.dense_wire = choice, choice.dense_wire
             self._resolve()
 
     @property
     def uses_residuals(self) -> bool:
         """True if an exchange reads or leaves residuals at the moment: the same on all ranks."""
-        return self.large.residual is not None or self._begins_stage or self._drained_steps > 0
+        return self.large.residual is not None or self._begins_stage or self.drained_steps > 0
 
-    def begin_anew(self) -> None:
-        """Note that a state may have been loaded, with residuals of an algorithm that `auto` stood for. All ranks call
-        this together."""
-        self._drained_steps = int(bool(self.compressed_choices))
+    def begin_anew(self, drained_steps: int) -> None:
+        """Send whole residuals in so many steps if `auto` stands for an algorithm without them: those of a loaded
+        state. All ranks call this together, with the same number."""
+        self.drained_steps = drained_steps if self.compressed_choices else 0
 
     def note_step(self) -> None:
         """Note that the optimizer made its step. All ranks call this between the same two steps."""
-        self._drained_steps = max(0, self._drained_steps - 1)
+        self.drained_steps = max(0, self.drained_steps - 1)
 
     def _resolve(self) -> None:
         self.large = self._load_algorithm(sys.maxsize).algorithm
@@ -92,7 +93,7 @@ class BucketAlgorithms:
     def drains(self, bucket: Bucket) -> bool:
         """Return True if the exchange also sends the bucket's residual, because the algorithm in force does not keep
         it. The same on all ranks, whatever their residuals hold."""
-        is_first_step = self._begins_stage or self._drained_steps > 0
+        is_first_step = self._begins_stage or self.drained_steps > 0
         if not is_first_step or bucket.is_always_dense or self.keeper.residual is None:
             return False
         return self._load_algorithm(bucket.length).algorithm.residual is None

@@ -200,6 +200,11 @@ class Residuals:
                     pieces[name_factor(parameter.name)] = [(0, torch.from_numpy(factor.reshape(-1).copy()))]
         return pieces
 
+    @property
+    def has_loaded(self) -> bool:
+        """True if values were loaded that this rank has not used yet, and some are not zero."""
+        return any(values.any() for entries in self._loaded.values() for _, values in entries)
+
     def list_whole(self) -> list[str]:
         """Return the names of the pieces that every rank of this copy saves with the same values. They count once."""
         return sorted(self._loaded_whole & self._loaded.keys())
