@@ -3,10 +3,13 @@ DIRECTORY. What each case does is in CASES."""
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,7 +26,8 @@ from topkube import world as worlds
 from topkube.collectives import Request
 from topkube.collectives.all_reduce import load_by_name
 from topkube.collectives.device.pipeline import DeviceAllReduce
-from topkube.errors import TopKubeError
+from topkube.collectives.greetings import count_greeted_bytes
+from topkube.errors import CollectiveTimeout, TopKubeError
 from topkube.world import World
 
 
@@ -93,6 +97,49 @@ def lose_connections(world: World) -> None:
         world.links.close()
     else:
         topkube.allreduce_(make_ones())
+
+
+def go_on_after(world: World, leave: Callable[[World], None]) -> None:
+    """Rank 0 leaves an all-reduce by an error that it catches. Rank 1 completes the same one later, and both go on. No
+    message may arrive in memory that rank 0 has used for something else."""
+    left, completed = (Path(sys.argv[2]) / name for name in ("left", "completed"))
+    topkube.allreduce_(make_ones(400), algorithm="hierarchical")
+    if world.rank == 0:
+        leave(world)
+        room = 8 + count_greeted_bytes(world.nodes)
+        arrays = [np.zeros(room, np.uint8) for _ in range(64)]
+        left.touch()
+        while not completed.exists():
+            world.comm.Iprobe()
+            time.sleep(0.01)
+        world.comm.Iprobe()
+        assert not any(array.any() for array in arrays)
+    else:
+        while not left.exists():
+            time.sleep(0.01)
+        topkube.allreduce_(make_ones(400), algorithm="hierarchical")
+        completed.touch()
+    topkube.barrier()
+
+
+def time_out(world: World) -> None:
+    with contextlib.suppress(CollectiveTimeout):
+        topkube.allreduce_(make_ones(400), algorithm="hierarchical")
+
+
+def interrupt(world: World) -> None:
+    """Press Ctrl-C in an all-reduce."""
+    calls = world.calls
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def press() -> None:
+        while world.calls == calls:
+            time.sleep(0.01)
+        _thread.interrupt_main()
+
+    threading.Thread(target=press).start()
+    with contextlib.suppress(KeyboardInterrupt):
+        topkube.allreduce_(make_ones(400), algorithm="hierarchical")
 
 
 def skip_all_reduce_of_a_sub_world(world: World) -> None:
@@ -332,6 +379,8 @@ CASES: dict[str, Callable[[World], None]] = {
     "absent-from-the-making-of-a-sub-world": skip_creation_of_a_sub_world,
     "elsewhere": wait_elsewhere,
     "loses-its-connections": lose_connections,
+    "goes-on-after-a-timeout": lambda world: go_on_after(world, time_out),
+    "goes-on-after-an-interrupt": lambda world: go_on_after(world, interrupt),
     "calls-differ": make_different_calls,
     "types-of-a-call-differ": reduce_numbers_of_different_types,
     "sub-worlds-differ": create_different_sub_worlds,

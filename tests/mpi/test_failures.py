@@ -192,6 +192,22 @@ def test_a_lost_connection_is_reported_long_before_the_deadline(failing_world: F
         assert reports[rank]["seconds"] < LONG_DEADLINE
 
 
+@pytest.mark.parametrize("links", ["mpi", "tcp"])
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [("goes-on-after-a-timeout", "CollectiveTimeout: all-reduce 'h"), ("goes-on-after-an-interrupt", "KeyboardInter")],
+)
+def test_a_rank_that_leaves_an_all_reduce_cannot_enter_another(
+    case: str, error: str, links: str, failing_world: FailingWorld
+) -> None:
+    """Otherwise ranks would have different results, in silence: the others complete that all-reduce."""
+    reports = failing_world("mpich", "1,1", case, links=links)
+    assert reports[0]["error"] == "CollectiveError", reports
+    assert "rank 0 has left a collective before its end" in reports[0]["message"]
+    assert error in reports[0]["message"]
+    assert (reports[1]["error"], reports[1]["missing"]) == ("CollectiveTimeout", [0]), reports
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(
     ("case", "message"),

@@ -71,6 +71,7 @@ def allreduce_(
     world = world or current()
     occupancy = find_occupancy(world)
     occupancy.enter(world)
+    calls = world.calls
     try:
         if is_tensor(array) and array.is_cuda:
             return _reduce_on_device(world, array, op, algorithm, density, wire, selection, residual, dense_wire)
@@ -87,6 +88,10 @@ def allreduce_(
                 view_flat(residual, "residual", writable=True)[:] = state.current
         _note_change(array)
         return array
+    except BaseException as error:
+        if world.calls > calls:
+            world.leave(error)
+        raise
     finally:
         occupancy.leave()
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from topkube.control import Control, build_timeout
-from topkube.errors import ArgumentError, CollectiveError, WorldError
+from topkube.errors import ArgumentError, CollectiveError, MismatchError, WorldError
 from topkube.heartbeat import Heartbeat
 from topkube.links import (
     LinkChoice,
@@ -107,6 +107,9 @@ class World:
     theirs."""
     is_closed: bool = False
     """True after `shutdown` or `close`."""
+    left: str = ""
+    """The error with which this rank has left a collective before its end: it is out of step with the others since
+    then. "" if there was none."""
     _lost_connections: LostConnections = field(default_factory=LostConnections)
     _has_warned: bool = False
     _process: int = field(default_factory=os.getpid)
@@ -138,9 +141,10 @@ class World:
         return self.crowding > 1
 
     def enter(self, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
-        """Count a wait of `series`, and store its start time. Raises WorldError if the world is closed, or in a child
-        that the rank has forked: it has the same connections, and would take the messages of the rank. A child of a
-        single rank may train alone."""
+        """Count a wait of `series`, and store its start time. Raises CollectiveError if this rank has left a collective
+        before its end: others may have its result. Raises WorldError if the world is closed, or in a child that the
+        rank has forked: it has the same connections, and would take the messages of the rank. A child of a single rank
+        may train alone."""
         forget_exit()
         if self.size > 1 and os.getpid() != self._process:
             raise WorldError(
@@ -153,6 +157,13 @@ class World:
         if self.is_closed:
             raise WorldError(
                 "this world was closed", next_step="create another one: topkube.init(), topkube.new_world()"
+            )
+        if self.left:
+            raise CollectiveError(
+                f"rank {self.members[self.rank]} has left a collective before its end, so it is out of step with the"
+                " other ranks",
+                cause=f"the script went on after an error: {self.left}",
+                next_step="let such an error end the script, and start it again from its last checkpoint",
             )
         self.counts[series] += 1
         self.entered[series] = time.monotonic()
@@ -198,7 +209,11 @@ class World:
         if self.links is not None and (not isinstance(requests, list) or are_links_messages(requests)):
             messages = self.links.gather(requests) if isinstance(requests, list) else requests
             check = self._build_check(what, meanwhile, series)
-            wait_for_links(self.links, messages, check, self.crowding)
+            try:
+                wait_for_links(self.links, messages, check, self.crowding)
+            except BaseException as error:
+                self.leave(error, messages, meanwhile)
+                raise
             return
 
         def complete() -> bool:
@@ -217,7 +232,20 @@ class World:
     ) -> None:
         """Wait as `wait` does, until `ready()` is true (`waiting.wait_until`)."""
         check = self._build_check(what, meanwhile, series)
-        wait_until(ready, check, self.crowding, pause_seconds, sleep, self.links)
+        try:
+            wait_until(ready, check, self.crowding, pause_seconds, sleep, self.links)
+        except BaseException as error:
+            self.leave(error, ready, meanwhile)
+            raise
+
+    def leave(self, error: BaseException, *users: Any) -> None:
+        """Note that `error` has ended a collective of this rank before its end. MPI may still write to the memory of
+        its messages, and read it: that of `users`, and of the frames that the error has passed, is kept. A mismatch
+        leaves no rank out of step: all ranks raise it before they use a value."""
+        _kept.append((users, error.__traceback__))
+        if not self.left and not isinstance(error, MismatchError):
+            what = getattr(error, "what", "") or str(error)
+            self.left = f"{type(error).__name__}: {what}" if what else type(error).__name__
 
     def _build_check(
         self, what: str, meanwhile: Callable[[], None] | None, series: WaitSeries
@@ -279,7 +307,9 @@ class World:
         if self.run_directory is not None:
             RollCall(own, what, number, list(missing), waited_for, time.time()).write(self.run_directory)
         other_waits = {other: self.translate_ranks(ranks) for other, ranks in roll.group_other_waits(place).items()}
-        raise build_timeout(place, own, missing, other_waits, self.deadline_seconds)
+        error = build_timeout(place, own, missing, other_waits, self.deadline_seconds)
+        self.leave(error)
+        raise error
 
     def close(self) -> None:
         """Free the communicators and the shared memory of a sub-world. All of its ranks call this together, when no
@@ -313,6 +343,8 @@ class World:
         return tuple(self.members[rank] for rank in ranks)
 
 
+_kept: list[Any] = []
+"""What holds the memory of messages that were under way when an error ended a collective."""
 _leaving: set[int] = set()
 """The identities of the threads that must leave their waits."""
 
