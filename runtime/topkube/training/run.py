@@ -86,6 +86,9 @@ class Run:
             self._checkpoints = RunCheckpoints(self._world, settings, model, optimizer, sampler, more)
         self._stop_signal = StopSignal()
         self._generators: dict[str, Any] | None = None
+        """The states of the random generators in the checkpoint, until the first pass over the data has begun."""
+        self._was_in_pass = False
+        """True if the checkpoint was saved in a pass over the data."""
         self._passes_asked = 0
         """The number of passes over the data that the calls of `progress` have asked for so far."""
         self._resumed: dict[str, Any] | None = None
@@ -114,7 +117,7 @@ class Run:
         try:
             if self._checkpoints is not None:
                 if (resumed := self._checkpoints.resume()) is not None:
-                    (self.step, self.epoch), self._generators = resumed
+                    (self.step, self.epoch), self._generators, self._was_in_pass = resumed
                     if self._sampler is not None and self._sampler.position:
                         self._resumed = self._sampler.state_dict()
                 self._stop_signal.watch()
@@ -242,8 +245,13 @@ class Run:
         self, loader: Iterable[Any], total: int | None, samples: Samples, device: torch.device | None
     ) -> Iterator[Any]:
         batches = self._optimizer.turns
-        restore = self._restore_generators
-        for batch in batches.iterate(loader, self._list_announced, self._note_announced, restore, samples, device):
+        if self._generators is not None:
+            set_generators(self._generators)
+            if self._was_in_pass:  # the seed of the loader's workers is drawn next: another one after each resume
+                torch.default_generator.manual_seed(int(torch.randint(1 << 62, ())) + self.step)
+        for batch in batches.iterate(
+            loader, self._list_announced, self._note_announced, self._begin_pass, samples, device
+        ):
             self._is_counted = False
             yield batch
             if not self._is_counted:
@@ -254,8 +262,19 @@ class Run:
                 return
         self._end_epoch()
 
+    def _begin_pass(self) -> None:
+        """Note that the loader's iterator exists. Creating it draws a random number, the seed of the loader's workers.
+        If the checkpoint was saved in a pass, the earlier run had drawn it before: the generators are restored now."""
+        if self._generators is not None and self._was_in_pass:
+            set_generators(self._generators)
+        self._generators = None
+        if self._checkpoints is not None:
+            self._checkpoints.is_in_pass = True
+
     def _end_epoch(self) -> None:
         self.epoch += 1
+        if self._checkpoints is not None:
+            self._checkpoints.is_in_pass = False
         if self._sampler is not None:
             self._sampler.set_epoch(self.epoch)
 
@@ -366,10 +385,3 @@ class Run:
 
         with self._optimizer.consensus():
             Stages(self._world).run(write, f"the weights cannot be written to {path}")
-
-    def _restore_generators(self) -> None:
-        """Restore the random generators after the loader's iterator exists: creating it draws a random number, which
-        the earlier run had drawn already."""
-        if self._generators is not None:
-            set_generators(self._generators)
-            self._generators = None

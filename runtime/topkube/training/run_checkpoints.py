@@ -33,12 +33,16 @@ Position = tuple[int, int]
 """The finished steps and the finished passes over the data: (step, epoch)."""
 _MOST_ACCUMULATED = 256
 """If an optimizer makes no step for so many batches, its gradients are not those of an accumulation."""
+Resumed = tuple[Position, dict[str, Any] | None, bool]
+"""What a run continues from: the position, the states of this rank's random generators (None if another world saved
+the checkpoint), and `RunCheckpoints.is_in_pass` when it was saved."""
 _LONG_WAIT_SECONDS = 1.0
 """A longer wait for the previous checkpoint is reported."""
 
 
 class RunCheckpoints:
-    """The checkpoints of a run in the directory of `settings`. All ranks call every method but `abandon` together."""
+    """The checkpoints of a run in the directory of `settings`. All ranks call every method but `abandon` together.
+    `is_in_pass` is True while the script is in a pass over the data, which has its iterator."""
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class RunCheckpoints:
         """The batches since the last step of each optimizer."""
         job = settings.job_uid or settings.job_name
         self._store = CheckpointStore(Path(self._directory), settings.checkpoint_keep, world, job, settings.attempt)
+        self.is_in_pass = False
         self.skipped_passes = SkippedPasses(optimizer.inner, more)
         self.failed = 0
         """The number of checkpoints of this run that could not be written."""
@@ -84,9 +89,9 @@ class RunCheckpoints:
             for optimizer, batches in zip(self._optimizers, self._batches_since, strict=True)
         )
 
-    def resume(self) -> tuple[Position, dict[str, Any] | None] | None:
-        """Claim the directory and load the newest checkpoint. Return its position and the states of this rank's random
-        generators; None if there is no checkpoint. Raises CheckpointError if it does not fit."""
+    def resume(self) -> Resumed | None:
+        """Claim the directory and load the newest checkpoint. Return what the run continues from; None if there is no
+        checkpoint. Raises CheckpointError if it does not fit."""
         self._store.claim()
         loaded = self._store.load(*self._optimizer.residual_copy, check_contents)
         return None if loaded is None else self._load(loaded)
@@ -188,12 +193,13 @@ class RunCheckpoints:
             "others": {name: state["topkube"].pop("residuals") for name, state in others.items()},
             "generators": read_generators(),
         }
-        step, epoch = position
+        (step, epoch), is_in_pass = position, self.is_in_pass
 
         def collect_shared_state() -> dict[str, Any]:
             return {
                 "step": step,
                 "epoch": epoch,
+                "is_in_pass": is_in_pass,
                 "model": self._model.state_dict(),
                 "optimizer": optimizer,
                 "optimizer_names": list_optimizer_names(self._optimizer),
@@ -204,7 +210,7 @@ class RunCheckpoints:
         self._begun = position
         return None if self._store.begin(step, collect_shared_state, own) else self._store.finish()
 
-    def _load(self, loaded: LoadedCheckpoint) -> tuple[Position, dict[str, Any] | None]:
+    def _load(self, loaded: LoadedCheckpoint) -> Resumed:
         """Load all states or none: if a checkpoint does not fit, model and optimizer stay as they were, on all
         ranks."""
         directory = self._directory
@@ -240,7 +246,7 @@ class RunCheckpoints:
             for name in self._more.keys() - shared["more"].keys():
                 warn(f"the checkpoint {loaded.name} contains no state of {name}, which starts from the beginning")
             print(f"topkube: resumed at step {self.saved[0]} from {loaded.name}", flush=True)
-        return self.saved, own.get("generators")
+        return self.saved, own.get("generators"), shared.get("is_in_pass", True)
 
     def _complete(self, name: str, state: Any, others: Mapping[str, Any]) -> Any:
         """Return the state of an object of `more`, with this rank's residuals in `others` if it is an optimizer. Raises

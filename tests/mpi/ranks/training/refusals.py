@@ -235,6 +235,23 @@ def case_ranks_that_step_differently_are_named(world: World) -> None:
     optimizer.unwrap()
 
 
+def case_a_state_of_another_model_that_one_rank_loads_is_refused(world: World) -> None:
+    if world.nodes == 1:  # `auto` chooses nothing, and such a state has nothing to compare
+        return
+    model = build_network()
+    named = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
+    optimizer = topkube.DistributedOptimizer(build_plain_sgd(model.parameters()), named, aggregation="auto")
+    compute_loss(model, *draw_samples(4)).backward()
+    state = optimizer.state_dict()
+    optimizer.unwrap()
+    optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None)
+    if world.rank == 0:
+        optimizer.load_state_dict(state)
+    with pytest.raises(TrainingError, match="a rank loaded the state of another model"):
+        compute_loss(model, *draw_samples(4)).backward()
+    optimizer._backward.end()
+
+
 def case_scalers_with_other_factors_are_named(world: World) -> None:
     """A rank without a scaler is not named, because it may send a loss of zero."""
     model = build_network()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import topkube
 from ranks.training.checkpoints import list_checkpoint_names, make_shared_directory
@@ -59,6 +59,69 @@ def case_batches_of_different_sizes_are_trained_once_each_across_a_resume(world:
                 train(directory, stop_after, again_after)
         counts = Counter(index for rank in world.comm.allgather(seen) for index in rank)
         assert counts == Counter(range(len(dataset))), sorted((counts - Counter(range(len(dataset)))).elements())
+
+
+def case_a_run_that_was_saved_between_epochs_resumes_bit_for_bit(world: World) -> None:
+    """Dropout draws a mask for each batch, and creating a loader's iterator draws a number too."""
+    dataset = TensorDataset(*draw_samples(8 * world.size))
+
+    def train(directory: str, epochs: int) -> list[torch.Tensor]:
+        torch.manual_seed(world.rank)
+        model = torch.nn.Sequential(torch.nn.Dropout(0.5), build_network())
+        optimizer = build_optimizer(model)
+        sampler = topkube.data.DistributedSampler(dataset)
+        loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+        with topkube.checkpointing(model, optimizer, sampler, settings=store_in(directory)) as run:
+            for _ in run.epochs(epochs):
+                for x, y in run.progress(loader):
+                    compute_loss(model, x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.save()
+        return copy_weights(model)
+
+    with make_shared_directory(world) as whole, make_shared_directory(world) as parts:
+        expected = train(whole, 3)
+        train(parts, 1)
+        assert all(torch.equal(a, b) for a, b in zip(train(parts, 3), expected, strict=True))
+
+
+class RandomNumbers(Dataset[torch.Tensor]):
+    """Each sample is a random number."""
+
+    def __len__(self) -> int:
+        return 8 * topkube.size()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+
+def case_workers_do_not_repeat_their_random_numbers_after_a_resume(world: World) -> None:
+    dataset, seen = RandomNumbers(), list[float]()
+
+    def train(directory: str, stop_after: int | None) -> None:
+        torch.manual_seed(world.rank)
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = build_optimizer(model)
+        sampler = topkube.data.DistributedSampler(dataset)
+        loader = DataLoader(dataset, batch_size=2, sampler=sampler, num_workers=1)
+        with topkube.checkpointing(model, optimizer, sampler, settings=store_in(directory)) as run:
+            for x in run.progress(loader):
+                seen.extend(x.flatten().tolist())
+                compute_loss(model, x, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.step + 1 == stop_after:
+                    run.save()
+                    raise Stopped
+
+    with make_shared_directory(world) as directory:
+        for stop_after in (1, 2, 3, None):
+            with pytest.raises(Stopped) if stop_after else make_shared_directory(world):
+                train(directory, stop_after)
+        assert len(set(seen)) == len(seen) == 8, seen
 
 
 def case_a_loop_over_epochs_continues_with_the_schedule_of_its_epoch(world: World) -> None:

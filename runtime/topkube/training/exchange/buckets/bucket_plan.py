@@ -248,14 +248,15 @@ class BucketPlan:
         if largest_digest == -largest_negative_digest:  # all ranks have the same digest
             return
         root = int(-root)
-        state = json.dumps(self.save()).encode() if rank == root else b""
-        [length] = self._agreement.maximum([len(state)])
-        padded = [float(byte) for byte in state.ljust(int(length))]
-        received = bytes(int(byte) for byte in self._agreement.broadcast(padded, root))
-        self.restore(json.loads(received))
+        if root < ranks:
+            state = json.dumps(self.save()).encode() if rank == root else b""
+            [length] = self._agreement.maximum([len(state)])
+            padded = [float(byte) for byte in state.ljust(int(length))]
+            received = bytes(int(byte) for byte in self._agreement.broadcast(padded, root))
+            self.restore(json.loads(received))
         if self.order is None:
             raise TrainingError(
-                f"rank {root} loaded the state of another model",
+                f"{f'rank {root}' if root < ranks else 'a rank'} loaded the state of another model",
                 cause="the optimizer state names parameters that this model does not have",
                 next_step="load the state of this model, on rank 0 or on every rank",
             )

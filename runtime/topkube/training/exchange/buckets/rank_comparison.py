@@ -47,6 +47,12 @@ class RankComparison:
             if compared == "frozen parameters":
                 self.raise_different_trainable()
             rows = self._agreement.gather(values)
+            if not find_differing_ranks(rows[:, number]):
+                raise TrainingError(
+                    "ranks are in different places of a step",
+                    cause="a rank left out a batch, a backward or a step, for example after an error that it caught",
+                    next_step="let all ranks do the same work in each step, or let the error end the script",
+                )
             raise TrainingError(
                 f"{name_ranks(find_differing_ranks(rows[:, number]))} have different {compared} than the other ranks",
                 cause="the model or the settings depend on the rank"
