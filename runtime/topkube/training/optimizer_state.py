@@ -10,6 +10,7 @@ import torch
 from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward import Backward
+from topkube.training.exchange.reduction.residuals import list_foreign
 from topkube.training.node_weights.node_weights import NodeWeights
 
 
@@ -75,6 +76,13 @@ class OptimizerState:
                 stacklevel=3,  # the caller of DistributedOptimizer.load_state_dict
             )
             pieces, residuals = {}, {}
+        if foreign := list_foreign(pieces, (parameter.name for parameter in backward.parameters)):
+            warnings.warn(
+                f"the optimizer state holds parts of gradients that were not sent yet, of {len(foreign)} parameters"
+                f" that this optimizer does not have, such as {foreign[0]}: they are lost. Pass the names to"
+                " DistributedOptimizer that the parameters had when the state was saved (with or without 'module.')",
+                stacklevel=3,
+            )
         self._load_residuals(residuals, pieces)
         backward.plan.restore(own)
 

@@ -236,6 +236,21 @@ def test_dropping_the_optimizer_ends_its_hooks() -> None:
     assert model[0].weight.grad.count_nonzero() > 0.5 * model[0].weight.numel()
 
 
+def test_residuals_of_parameters_with_other_names_are_not_lost_in_silence() -> None:
+    """A script that resumes without a wrapper of its model has names without "module."."""
+    model = build_model()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.05, warmup_steps=0)
+    run_backward(model)
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.unwrap()
+    named = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = topkube.DistributedOptimizer(plain, named, aggregation="hitopk")
+    with pytest.warns(UserWarning, match=r"of 2 parameters .* such as 0\.weight: they are lost"):
+        optimizer.load_state_dict(state)
+
+
 def test_a_plain_optimizers_state_loads() -> None:
     model = build_model()
     plain = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)

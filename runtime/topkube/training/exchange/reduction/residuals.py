@@ -37,6 +37,13 @@ def is_factor(name: str) -> bool:
     return name.endswith(name_factor(""))
 
 
+def list_foreign(pieces: Pieces, parameters: Iterable[str]) -> list[str]:
+    """Return the names of pieces that are not zero and belong to none of the `parameters` (names)."""
+    known = {key for name in parameters for key in (name, f"{name} velocity", name_factor(name))}
+    foreign = (name for name, entries in pieces.items() if any(values.any() for _, values in entries))
+    return sorted(set(foreign) - known)
+
+
 Momentum = Callable[[], tuple[float, float]]
 """Returns the momentum to correct for (0: none) and the factor of a gradient in its velocity."""
 
