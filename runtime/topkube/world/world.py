@@ -242,6 +242,8 @@ class World:
         """Note that `error` has ended a collective of this rank before its end. MPI may still write to the memory of
         its messages, and read it: that of `users`, and of the frames that the error has passed, is kept. A mismatch
         leaves no rank out of step: all ranks raise it before they use a value."""
+        if self.size == 1:
+            return
         _kept.append((users, error.__traceback__))
         if not self.left and not isinstance(error, MismatchError):
             what = getattr(error, "what", "") or str(error)
