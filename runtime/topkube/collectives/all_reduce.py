@@ -123,7 +123,7 @@ def reduce_into_residual(call: Call, request: Request, residual: Residual) -> bo
     """Write the node's sum of this rank's shard plus the residual into `residual.pending`. Return True if it is
     finite."""
     scale = request.scale(call.world.size)
-    if not residual.momentum:
+    if not residual.has_velocity:
         return call.reduce_scatter(request.array, scale, residual.pending, residual.current)
     finite = call.reduce_scatter(request.array, scale, residual.arriving)
     with phases.current.timed("select"):

@@ -213,7 +213,7 @@ def _describe(algorithm: str, request: Request) -> str:
     if request.matrices:
         options += f" matrices={_describe_matrices(request.matrices)}"
     if request.residual is not None:
-        options += " residual with momentum" if request.residual.momentum else " with residual"
+        options += " residual with momentum" if request.residual.has_velocity else " with residual"
     return f"{algorithm} length={request.length} dtype={request.dtype} op={request.op}{options}"
 
 

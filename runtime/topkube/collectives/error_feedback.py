@@ -25,8 +25,9 @@ class Residual:
     `loss_scale` is the factor that a gradient scaler had put on the gradients of the last exchange: the residual's
     unit. `rescale` changes it.
 
-    With `momentum` above 0 the shard has a velocity as well, with copies of its own. A collective writes the gradient
-    into `pending_velocity` and calls `accumulate`; `clear` clears the entries that it sends in both.
+    With `momentum` above 0 the shard has a velocity as well (`has_velocity`), with copies of its own, and keeps it if a
+    schedule sets `momentum` to 0 later. A collective writes the gradient into `pending_velocity` and calls
+    `accumulate`; `clear` clears the entries that it sends in both.
 
     `factors` are small arrays that an algorithm keeps from one exchange to the next beside the residual: the factors of
     a low rank, one array per matrix. A collective leaves their successors in `pending_factors`.
@@ -37,6 +38,7 @@ class Residual:
 
     def __init__(self, length: int, momentum: float = 0.0, gain: float = 1.0, device: Any = None) -> None:
         self.momentum, self.gain = momentum, gain
+        self.has_velocity = momentum > 0
         self.loss_scale = 1.0
         self.current: Any = _allocate_zeros(length, device)
         self.pending: Any = _allocate_zeros(length, device)
@@ -67,7 +69,7 @@ class Residual:
     @property
     def arriving(self) -> Any:
         """The buffer that receives the gradient before the old residual is added."""
-        return self.pending_velocity if self.momentum else self.pending
+        return self.pending_velocity if self.has_velocity else self.pending
 
     def prepare(self) -> None:
         """Make room for an exchange. Call it before a collective that uses this residual."""

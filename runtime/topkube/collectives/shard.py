@@ -47,7 +47,7 @@ class Shard:
             total[:] = values
             return total
         residual.arriving[:] = values
-        if residual.momentum:
+        if residual.has_velocity:
             residual.accumulate()
         else:
             residual.pending += residual.current

@@ -106,7 +106,7 @@ class HiTopK(ShardAllReduce, HalvableAllReduce):
         k = count_selected(request.length, request.density, shard.world.shards)
         rows = shard.rows(max(_count_row_bytes(part, k, request.wire) for part in shard.lengths))
         k = min(k, length)
-        is_fused = residual is not None and not residual.momentum and request.selection == "topk"
+        is_fused = residual is not None and not residual.has_velocity and request.selection == "topk"
         if k == 0:
             indices, values = shard.scratch("no indices", 0, "uint32"), shard.scratch("no values", 0, "float32")
         elif residual is not None and is_fused:
@@ -144,7 +144,7 @@ class Naive(AllReduce):
         entries = reserve_workspace(world, "entries", x.size, np.float32) if residual is None else residual.pending
         with phases.current.timed("select"):
             kernels.sum_(entries if residual is None else residual.arriving, [x], scale)
-            if residual is not None and residual.momentum:
+            if residual is not None and residual.has_velocity:
                 residual.accumulate()
             elif residual is not None:
                 kernels.add_(entries, residual.current)

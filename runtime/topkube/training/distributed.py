@@ -329,6 +329,8 @@ class DistributedOptimizer(OptimizerWrapper):
             )
         self._backward.finish_late()
         group, parameters = name_group(param_group, self._backward.parameters)
+        if self._parts.correction is not None:
+            self._parts.correction.check([*self.inner.param_groups, {**self.inner.defaults, **group}])
         if not any("param_names" in existing for existing in self.inner.param_groups):
             del group["param_names"]
         self.inner.add_param_group(group)

@@ -76,7 +76,8 @@ class OptimizerState:
                 stacklevel=3,  # the caller of DistributedOptimizer.load_state_dict
             )
             pieces, residuals = {}, {}
-        if foreign := list_foreign(pieces, (parameter.name for parameter in backward.parameters)):
+        foreign = list_foreign(pieces, (parameter.name for parameter in backward.parameters))
+        if foreign and self._node_weights is None:
             warnings.warn(
                 f"the optimizer state holds parts of gradients that were not sent yet, of {len(foreign)} parameters"
                 f" that this optimizer does not have, such as {foreign[0]}: they are lost. Pass the names to"

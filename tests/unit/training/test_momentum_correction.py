@@ -44,10 +44,10 @@ class ReferenceExchange:
         self._gain = gain
         self._velocity, self._residual = torch.zeros(40, 30), torch.zeros(40, 30)
 
-    def run(self, gradient: torch.Tensor | None) -> torch.Tensor:
+    def run(self, gradient: torch.Tensor | None, momentum: float = MOMENTUM) -> torch.Tensor:
         """Return what is sent in this step; the other entries are zero."""
         assert gradient is not None
-        self._velocity = MOMENTUM * self._velocity + self._gain * gradient
+        self._velocity = momentum * self._velocity + self._gain * gradient
         self._residual += self._velocity
         velocity, residual = self._velocity.view(-1), self._residual.view(-1)
         sent = residual.abs().topk(math.ceil(residual.numel() * DENSITY)).indices
@@ -78,6 +78,41 @@ def test_sgd_follows_the_algorithm_of_the_paper(decay: float) -> None:
         plain.step()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_schedule_may_set_the_momentum_to_zero_for_a_step() -> None:
+    model, reference = build_model(), build_model()
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM))
+    large, *other_parameters = reference.parameters()
+    plain = torch.optim.SGD(other_parameters, RATE, MOMENTUM)
+    exchange = ReferenceExchange(gain=1.0)
+    for step in range(STEPS):
+        momentum = 0.0 if step == 2 else MOMENTUM
+        optimizer.param_groups[0]["momentum"] = plain.param_groups[0]["momentum"] = momentum
+        compute_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        compute_loss(reference, step).backward()
+        with torch.no_grad():
+            large -= RATE * exchange.run(large.grad, momentum)
+        plain.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_with_another_momentum_are_refused_at_any_time() -> None:
+    model, more = build_model(), nn.Linear(30, 40)
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM))
+    for options in ({"momentum": 0.5}, {"nesterov": True}):
+        with pytest.raises(ArgumentError, match="momentum correction does not support"):
+            optimizer.add_param_group({"params": list(more.named_parameters("more")), **options})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": list(more.named_parameters("more"))})
+    compute_loss(model, 0).backward()
+    optimizer.param_groups[1]["momentum"] = 0.5
+    with pytest.raises(ArgumentError, match="the same in all groups"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

@@ -8,7 +8,7 @@ Adam and AdamW the velocity is the first moment; the second moment is computed f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,21 +28,25 @@ class MomentumCorrection:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._sgd = optimizer, type(optimizer) is torch.optim.SGD
-        groups = optimizer.param_groups
-        plain = type(optimizer) in _KINDS and not any(
+        self.check(optimizer.param_groups)
+        if not self._read_group_momentum(optimizer.param_groups[0]):
+            raise self._explain()
+
+    def check(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raise ArgumentError if the optimizer may not have these groups."""
+        plain = type(self._optimizer) in _KINDS and not any(
             group.get("nesterov") or group.get("dampening") or (self._sgd and group["fused"]) for group in groups
         )
-        if (
-            not plain
-            or len({self._read_group_momentum(group) for group in groups}) != 1
-            or not self._read_group_momentum(groups[0])
-        ):
-            raise ArgumentError(
-                f"momentum correction does not support this {type(optimizer).__name__}",
-                cause="it replaces the momentum of SGD (without dampening, nesterov or fused), Adam or AdamW, which"
-                " must be above 0 and the same in all groups",
-                next_step="use such an optimizer, or turn off momentum correction",
-            )
+        if not plain or len({self._read_group_momentum(group) for group in groups}) != 1:
+            raise self._explain()
+
+    def _explain(self) -> ArgumentError:
+        return ArgumentError(
+            f"momentum correction does not support this {type(self._optimizer).__name__}",
+            cause="it replaces the momentum of SGD (without dampening, nesterov or fused), Adam or AdamW, which"
+            " must be above 0 and the same in all groups",
+            next_step="use such an optimizer, or turn off momentum correction",
+        )
 
     def _read_group_momentum(self, group: dict[str, Any]) -> float:
         return float(group["momentum"] if self._sgd else group["betas"][0])
@@ -54,7 +58,9 @@ class MomentumCorrection:
 
     @torch.no_grad()
     def step(self, sparse: Iterable[torch.nn.Parameter]) -> None:
-        """Make the optimizer's step. Gradients stay as they are."""
+        """Make the optimizer's step. Gradients stay as they are. Raises ArgumentError if groups differ in momentum by
+        now."""
+        self.check(self._optimizer.param_groups)
         chosen = {id(tensor) for tensor in sparse}
         replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         for group in self._optimizer.param_groups:

@@ -88,7 +88,7 @@ class Residuals:
                 self._loaded.pop(parameter.name, None)
                 self._loaded.pop(f"{parameter.name} velocity", None)
             self._buckets.append(bucket)
-        if bucket.residual.momentum:
+        if bucket.residual.has_velocity:
             bucket.residual.momentum, bucket.residual.gain = self._momentum()  # schedules may change it
         bucket.residual.prepare()
         bucket.residual.rescale(loss_scale)
@@ -170,7 +170,9 @@ class Residuals:
             for name, begin, end, at in _find_overlaps(bucket, start, start + len(residual))
             if name in frozen
         ]
-        arrays = [(residual.current, "pending")] + [(residual.velocity, "pending_velocity")] * bool(residual.momentum)
+        arrays = [(residual.current, "pending")] + [(residual.velocity, "pending_velocity")] * bool(
+            residual.has_velocity
+        )
         kept = [
             (values, pending_name, place, _copy_values(values[place]))
             for values, pending_name in arrays
