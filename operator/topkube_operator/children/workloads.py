@@ -1,8 +1,9 @@
 """The Workload by which Kueue admits a whole job: what it asks for, and where its admission places the pods. Pure.
 
 A job with the label `kueue.x-k8s.io/queue-name` gets a Workload with one pod set for the launcher and one for the
-workers, if the cluster serves Workloads. A job that also has a pod group's label is queued pod by pod instead, as are
-jobs of a cluster without Workloads: their pods have the labels.
+workers, if the cluster serves Workloads. It stays queued by this Workload until it is suspended, also if its labels
+change. A job that also has a pod group's label is queued pod by pod instead, as are jobs of a cluster without
+Workloads: their pods have the labels.
 """
 
 from __future__ import annotations
@@ -48,6 +49,17 @@ def name_workload(job: str) -> str:
 def find_workload(job: TrainingJob, observed: Observed) -> Child | None:
     """Return the job's Workload; None if there is none."""
     return observed.children.get((WORKLOAD, name_workload(job.name)))
+
+
+def keep_queue(job: TrainingJob, observed: Observed) -> TrainingJob:
+    """Return the job with the labels by which its Workload asks Kueue. A job with a Workload stays in the queue until
+    it is suspended: otherwise a change of labels would take it out of Kueue's control while it holds quota."""
+    workload = find_workload(job, observed)
+    if workload is None:
+        return job
+    labels = {key: value for key, value in job.metadata.labels.items() if key != names.KUEUE_GROUP}
+    labels[names.KUEUE_QUEUE] = labels.get(names.KUEUE_QUEUE) or workload.content["queueName"]
+    return job.model_copy(update={"metadata": job.metadata.model_copy(update={"labels": labels})})
 
 
 def find_priority_reference(job: TrainingJob) -> tuple[str, str] | None:

@@ -21,6 +21,7 @@ class PlanSteps:
     """The contents of a plan that is being made. The functions of this room change `draft` and add steps."""
 
     def __init__(self, job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed, now: datetime) -> None:
+        job = workloads.keep_queue(job, observed)
         self.job, self.uid, self.draft, self.observed, self.now = job, uid, draft, observed, now
         self.policy = job.spec.run_policy
         self.pods = observed.pods

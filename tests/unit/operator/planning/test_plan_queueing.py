@@ -21,6 +21,9 @@ SPOT = {
     "nodeTaints": [{"key": "spot"}],
     "tolerations": [{"key": "spot", "operator": "Exists"}],
 }
+LABEL_CHANGES = pytest.mark.parametrize(
+    "labels", [{}, {"kueue.x-k8s.io/queue-name": "team", "kueue.x-k8s.io/pod-group-name": "mine"}]
+)
 
 
 def create_queued_job(
@@ -40,6 +43,13 @@ def start_admitted_job(**spec: Any) -> tuple[SimulatedCluster, SimulatedKueue]:
     world.start_ranks()
     assert world.status["phase"] == "Running"
     return world, kueue
+
+
+def change_labels(world: SimulatedCluster, labels: dict[str, str]) -> None:
+    """Replace the labels of the job, and reconcile."""
+    assert world.job is not None
+    world.job["metadata"]["labels"] = labels
+    world.reconcile()
 
 
 def test_a_job_with_a_queue_asks_for_admission_and_has_no_pods_until_then() -> None:
@@ -227,6 +237,51 @@ def test_a_queued_job_may_change_its_queue() -> None:
     world.job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "other"
     world.reconcile()
     assert kueue.spec["queueName"] == "other"
+
+
+@LABEL_CHANGES
+def test_a_job_is_preempted_also_if_its_labels_leave_the_queue(labels: dict[str, str]) -> None:
+    world, kueue = start_admitted_job()
+    change_labels(world, labels)
+    assert world.status["phase"] == "Running"
+    kueue.evict()
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (world.pods, world.status["phase"], kueue.holds_quota()) == ({}, "Suspended", False)
+    assert kueue.spec["queueName"] == "team"
+    kueue.admit()
+    world.start_ranks()
+    worker = world.manifests["train-worker-0-2-uid-1"]
+    assert worker["spec"]["nodeSelector"] == {"pool": "spot"}
+    assert not worker["metadata"]["labels"].keys() & {"kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"}
+    assert not world.violations
+
+
+@LABEL_CHANGES
+def test_a_job_gives_its_quota_back_at_its_end_also_if_its_labels_leave_the_queue(labels: dict[str, str]) -> None:
+    world, kueue = start_admitted_job()
+    change_labels(world, labels)
+    world.end_launcher(0)
+    world.reconcile()
+    world.wait(30)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (world.status["phase"], kueue.holds_quota()) == ("Succeeded", False)
+
+
+@LABEL_CHANGES
+def test_a_job_that_was_not_admitted_leaves_its_queue_only_by_a_suspension(labels: dict[str, str]) -> None:
+    world, _ = create_queued_job()
+    change_labels(world, labels)
+    assert (world.pods, list(world.children), world.status["phase"]) == ({}, [WORKLOAD], "Suspended")
+    world.edit_policy(suspend=True)
+    world.reconcile()
+    assert not world.children
+    world.edit_policy(suspend=False)
+    world.start_ranks()
+    assert (world.status["phase"], WORKLOAD in world.children) == ("Running", False)
 
 
 def test_a_colocated_launcher_is_a_pod_set_of_its_own() -> None:
