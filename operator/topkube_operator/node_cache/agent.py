@@ -15,6 +15,9 @@ from topkube.job.cached_dataset import CACHED_KIND, name_cached_dataset
 from topkube_operator.children.datasets import CLAIM
 from topkube_operator.model import names
 from topkube_operator.node_cache.decisions import (
+    MOST_OBJECTS,
+    MOST_REPORTED,
+    REPEAT_AFTER,
     CacheLimits,
     CacheState,
     Decisions,
@@ -22,6 +25,7 @@ from topkube_operator.node_cache.decisions import (
     Name,
     build_status,
     decide,
+    select_reported,
 )
 from topkube_operator.node_cache.metrics import AgentMetrics
 from topkube_operator.node_cache.volume import UnusableFolder, Volume
@@ -36,10 +40,22 @@ CLUSTER_SECONDS = 10.0
 
 @dataclass
 class _LastReport:
-    """The last report of the agent about a dataset, and its time."""
+    """The last report of the agent about a dataset, its time, and the version of the CachedDataset."""
 
     dataset: LocalDataset | None
     at: float
+    version: tuple[str, int] | None
+
+
+@dataclass
+class _Listing:
+    """The CachedDatasets of a namespace, as the API server listed them at the time `at`."""
+
+    at: float
+    versions: dict[str, tuple[str, int]]
+    """UID and generation, by name. They change when people delete a CachedDataset or change its spec."""
+    has_room: bool
+    """True if the agent may create CachedDatasets."""
 
 
 class Agent:
@@ -61,6 +77,7 @@ class Agent:
         """The datasets whose CachedDataset the agent has seen: True if the CachedDataset asks to pin the dataset."""
         self._deleted: set[Name] = set()
         self._reports: dict[Name, _LastReport] = {}
+        self._listings: dict[str, _Listing] = {}
         self._warnings: dict[str, str] = {}
 
     def run_once(self) -> None:
@@ -144,56 +161,71 @@ class Agent:
         self._warnings.pop("claims", None)
         self._allowed = frozenset(claim["metadata"]["namespace"] for claim in claims if is_node_cache_claim(claim))
 
-    def _report_changes(self, datasets: dict[Name, LocalDataset], removed: set[Name]) -> None:
+    def _report_changes(self, on_disk: dict[Name, LocalDataset], removed: set[Name]) -> None:
         now = time.monotonic()
+        datasets = {dataset.name: dataset for dataset in select_reported(on_disk.values())}
+        if len(datasets) < len(on_disk):
+            self._warn_once("reports", f"only the last used {MOST_REPORTED} datasets of each namespace are reported")
         # Datasets may also vanish in other ways: a job removes one to make room for its own dataset.
         vanished = {
             name for name, report in self._reports.items() if report.dataset is not None and name not in datasets
         }
-        for name in sorted({*datasets, *removed, *vanished}):
-            dataset, report = datasets.get(name), self._reports.get(name)
-            if report is not None and _is_same_report(report.dataset, dataset) and now - report.at < CLUSTER_SECONDS:
-                continue
+        dataset_names = sorted({*datasets, *removed, *vanished})
+        listings = {namespace: self._list_objects(namespace, now) for namespace in {name[0] for name in dataset_names}}
+        self._listings = {namespace: listing for namespace, listing in listings.items() if listing is not None}
+        for name in dataset_names:
+            dataset, report, listing = datasets.get(name), self._reports.get(name), self._listings.get(name[0])
             reported_uri = report.dataset.uri if report and report.dataset else ""
             uri = dataset.uri if dataset is not None else reported_uri
-            if not uri:
+            if not uri or listing is None:
+                continue
+            object_name = name_cached_dataset(uri)
+            if report is not None and _is_reported(report, dataset, listing.versions.get(object_name), now):
                 continue
             try:
-                self._report_dataset(name, uri, dataset)
+                self._report_dataset(name, uri, dataset, listing)
             except ApiError as error:
-                if error.status != http.HTTPStatus.CONFLICT:  # for a conflict: another node's agent was faster
-                    self._warn_once("cluster", f"{name[0]}/{name_cached_dataset(uri)}: {error}")
+                # Another node's agent was faster, or somebody has deleted the CachedDataset since it was listed.
+                if error.status not in (http.HTTPStatus.CONFLICT, http.HTTPStatus.NOT_FOUND):
+                    self._warn_once("cluster", f"{name[0]}/{object_name}: {error}")
                 continue
             self._warnings.pop("cluster", None)
             if dataset is None:
                 self._reports.pop(name, None)
             else:
-                self._reports[name] = _LastReport(dataset, now)
+                self._reports[name] = _LastReport(dataset, now, listing.versions.get(object_name))
 
-    def _report_dataset(self, name: Name, uri: str, dataset: LocalDataset | None) -> None:
+    def _list_objects(self, namespace: str, now: float) -> _Listing | None:
+        """Return the CachedDatasets of a namespace, not older than CLUSTER_SECONDS; None if they cannot be listed."""
+        known = self._listings.get(namespace)
+        if known is not None and now - known.at < CLUSTER_SECONDS:
+            return known
+        try:
+            objects, _ = self._cluster.list(CACHED_KIND, namespace, metadata_only=True)
+        except ApiError as error:
+            self._warn_once("cluster", f"cannot list the CachedDatasets of {namespace}: {error}")
+            return None
+        versions = {entry["metadata"]["name"]: _read_version(entry) for entry in objects}
+        if len(versions) >= MOST_OBJECTS:
+            text = f"{namespace} has {MOST_OBJECTS} CachedDatasets or more: new datasets are not reported. "
+            self._warn_once(f"objects of {namespace}", text + "Delete the CachedDatasets that no node holds")
+        return _Listing(now, versions, len(versions) < MOST_OBJECTS)
+
+    def _report_dataset(self, name: Name, uri: str, dataset: LocalDataset | None, listing: _Listing) -> None:
         namespace, object_name = name[0], name_cached_dataset(uri)
         if name in self._deleted:
             return
-        try:
+        if object_name in listing.versions:
             stored = self._cluster.get(CACHED_KIND, namespace, object_name)
-        except ApiError as error:
-            if error.status != http.HTTPStatus.NOT_FOUND:
-                raise
-            if name in self._pin_requests:
-                _log.info("%s/%s was deleted: its data is removed when no job reads it", namespace, object_name)
-                del self._pin_requests[name]
-                self._deleted.add(name)
-                return
-            if dataset is None or not dataset.cached_bytes:
-                return
-            stored = self._cluster.create(
-                {
-                    "apiVersion": API_VERSION,
-                    "kind": CACHED_KIND,
-                    "metadata": {"name": object_name, "namespace": namespace},
-                    "spec": {"uri": uri},
-                }
-            )
+        elif name in self._pin_requests:
+            _log.info("%s/%s was deleted: its data is removed when no job reads it", namespace, object_name)
+            del self._pin_requests[name]
+            self._deleted.add(name)
+            return
+        elif dataset is None or not dataset.cached_bytes or not listing.has_room:
+            return
+        else:
+            stored = self._create_object(namespace, object_name, uri, listing)
         if (stored.get("spec") or {}).get("uri") != uri:
             self._warn_once(
                 object_name, f"{namespace}/{object_name} is not the CachedDataset of {uri}: it stays unchanged"
@@ -205,6 +237,20 @@ class Agent:
             guard = {key: stored["metadata"][key] for key in ("uid", "resourceVersion")}
             patch = {"metadata": guard, "status": status}
             self._cluster.patch(CACHED_KIND, namespace, object_name, patch, subresource="status")
+
+    def _create_object(self, namespace: str, object_name: str, uri: str, listing: _Listing) -> dict[str, Any]:
+        """Create a CachedDataset. If the API server refuses it, for example because of a ResourceQuota, no other is
+        created before the next listing."""
+        metadata = {"name": object_name, "namespace": namespace}
+        manifest = {"apiVersion": API_VERSION, "kind": CACHED_KIND, "metadata": metadata, "spec": {"uri": uri}}
+        try:
+            stored = self._cluster.create(manifest)
+        except ApiError as error:
+            listing.has_room = error.status == http.HTTPStatus.CONFLICT
+            raise
+        listing.versions[object_name] = _read_version(stored)
+        listing.has_room = len(listing.versions) < MOST_OBJECTS
+        return stored
 
 
 def is_node_cache_claim(claim: dict[str, Any]) -> bool:
@@ -221,6 +267,23 @@ def is_node_cache_claim(claim: dict[str, Any]) -> bool:
 
 def _list_ids(namespace: str, dataset_names: Iterable[Name]) -> list[str]:
     return [dataset_id for space, dataset_id in dataset_names if space == namespace]
+
+
+def _read_version(stored: dict[str, Any]) -> tuple[str, int]:
+    metadata = stored["metadata"]
+    return str(metadata.get("uid")), int(metadata.get("generation") or 0)
+
+
+def _is_reported(
+    report: _LastReport, dataset: LocalDataset | None, version: tuple[str, int] | None, now: float
+) -> bool:
+    """Return True if nothing is to be reported. `version` is the listed version of the CachedDataset."""
+    if version != report.version:
+        return False
+    age = now - report.at
+    if age < CLUSTER_SECONDS:
+        return _is_same_report(report.dataset, dataset)
+    return version is not None and report.dataset == dataset and age < REPEAT_AFTER.total_seconds()
 
 
 def _is_same_report(first: LocalDataset | None, second: LocalDataset | None) -> bool:

@@ -19,8 +19,12 @@ Name = tuple[str, str]
 """Namespace and id of a dataset."""
 _FORGET_AFTER = timedelta(hours=1)
 """A node whose agent has been silent for this long is removed from the list."""
-_REPEAT_AFTER = timedelta(minutes=10)
+REPEAT_AFTER = timedelta(minutes=10)
 """An agent repeats an unchanged report after this time."""
+MOST_REPORTED = 256
+"""The most datasets of a namespace that an agent reports. Any pod of the namespace can make thousands of folders."""
+MOST_OBJECTS = 1000
+"""The number of CachedDatasets in a namespace from which on agents create no more."""
 _LONGEST_NAMES = 500
 """Characters of the names of nodes. With the number of further nodes, they fit into the 512 that the CRD allows."""
 _EPOCH = datetime.fromtimestamp(0, UTC)
@@ -135,6 +139,14 @@ def _count_excess_bytes(used: int, free: int, limits: CacheLimits) -> int:
 
 
 # The status of CachedDatasets.
+def select_reported(datasets: Iterable[LocalDataset]) -> list[LocalDataset]:
+    """Return the datasets that the agent reports: of each namespace, those that were used last."""
+    by_namespace: dict[str, list[LocalDataset]] = {}
+    for dataset in sorted(datasets, key=lambda dataset: (-dataset.last_used, dataset.name)):
+        by_namespace.setdefault(dataset.namespace, []).append(dataset)
+    return [dataset for in_namespace in by_namespace.values() for dataset in in_namespace[:MOST_REPORTED]]
+
+
 def build_share(dataset: LocalDataset, node: str, now: datetime) -> dict[str, Any]:
     """Return this node's entry in the status of a CachedDataset."""
     # Whole minutes, so that a dataset in use does not change the status with every report, and no time in the future.
@@ -165,7 +177,7 @@ def build_status(stored: Any, node: str, dataset: LocalDataset | None, now: date
     kept = [entry for entry in others if _read_update_time(entry) >= now - _FORGET_AFTER]
     current = build_share(dataset, node, now) if dataset is not None else None
     if current is not None and own is not None and _is_same_share(current, own):
-        current = own if _read_update_time(own) >= now - _REPEAT_AFTER else current
+        current = own if _read_update_time(own) >= now - REPEAT_AFTER else current
     nodes = sorted([*kept, *([current] if current else [])], key=lambda entry: entry["name"])[:MOST_NODES]
     if nodes == entries and before:
         return None

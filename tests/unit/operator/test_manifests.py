@@ -109,7 +109,7 @@ def test_the_node_cache_is_installed_separately_and_has_few_rights() -> None:
     by_kind = {item["kind"]: item for item in yaml.safe_load_all((MANIFESTS / "node-cache/agent.yaml").read_text())}
     assert {(rule["resources"][0], *rule["verbs"]) for rule in by_kind["ClusterRole"]["rules"]} == {
         ("persistentvolumeclaims", "list"),
-        ("cacheddatasets", "get", "create"),
+        ("cacheddatasets", "get", "list", "create"),
         ("cacheddatasets/status", "patch"),
     }
     pod = by_kind["DaemonSet"]["spec"]["template"]["spec"]

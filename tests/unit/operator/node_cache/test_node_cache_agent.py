@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import socket
 import time
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from stored_datasets import store_dataset
+from stored_datasets import Disk, store_dataset
 
-from topkube.job.cached_dataset import compute_dataset_id, name_cached_dataset
+from topkube.job.cached_dataset import CACHED_KIND, compute_dataset_id, name_cached_dataset
 from topkube_operator.node_cache import agent as agents
+from topkube_operator.node_cache import decisions
 from topkube_operator.node_cache.agent import Agent
 from topkube_operator.node_cache.decisions import CacheLimits
 from topkube_operator.node_cache.metrics import METRICS, AgentMetrics
@@ -30,8 +32,17 @@ class ClaimsApiServer:
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.claims: list[str] = []
         self.writes = 0
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.quota: int | None = None
+        """The most CachedDatasets that a ResourceQuota allows."""
 
-    def list(self, kind: str, namespace: Any, selector: str = "") -> tuple[list[dict[str, Any]], str]:
+    def list(
+        self, kind: str, namespace: Any, selector: str = "", *, metadata_only: bool = False
+    ) -> tuple[list[dict[str, Any]], str]:
+        if kind == CACHED_KIND:
+            self.calls["list"] += 1
+            assert metadata_only, "the status of one may have 200 KB"
+            return [{"metadata": entry["metadata"]} for key, entry in self.objects.items() if key[0] == namespace], "1"
         claims = [
             {
                 "metadata": {"name": "topkube-node-cache", "namespace": claim},
@@ -43,19 +54,24 @@ class ClaimsApiServer:
         return claims, "1"
 
     def get(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
+        self.calls["get"] += 1
         if (namespace, name) not in self.objects:
             raise ApiError(404, "not found")
         return json.loads(json.dumps(self.objects[namespace, name]))
 
     def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
         self.writes += 1
+        self.calls["create"] += 1
+        if self.quota is not None and len(self.objects) >= self.quota:
+            raise ApiError(403, "exceeded quota")
         key = (manifest["metadata"]["namespace"], manifest["metadata"]["name"])
-        metadata = {**manifest["metadata"], "uid": "u", "resourceVersion": "1"}
+        metadata = {**manifest["metadata"], "uid": "u", "resourceVersion": "1", "generation": 1}
         self.objects[key] = {**manifest, "metadata": metadata}
         return self.objects[key]
 
     def patch(self, kind: str, namespace: str, name: str, patch: dict[str, Any], *, subresource: str = "") -> None:
         self.writes += 1
+        self.calls["patch"] += 1
         state = self.objects[namespace, name]
         if state["metadata"]["resourceVersion"] != patch["metadata"]["resourceVersion"]:
             raise ApiError(409, "conflict")
@@ -65,6 +81,11 @@ class ClaimsApiServer:
             "metadata": {**state["metadata"], "resourceVersion": version},
             "status": {**(state.get("status") or {}), **patch["status"]},
         }
+
+    def pin(self, key: tuple[str, str], *, pinned: bool) -> None:
+        """Pin a dataset, as people do."""
+        self.objects[key]["spec"]["pinned"] = pinned
+        self.objects[key]["metadata"]["generation"] += 1
 
 
 @pytest.fixture
@@ -128,6 +149,87 @@ def test_the_agent_evicts_the_least_recently_used_datasets(volume: Volume, api: 
         "s3://b/1",
         "s3://b/3",
     }
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic clock of the agent: a list of one number."""
+    now = [1000.0]
+    monkeypatch.setattr(agents.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_unchanged_datasets_cost_one_call_for_each_namespace(clock: list[float]) -> None:
+    api, disk = ClaimsApiServer(), Disk([f"s3://b/{number}" for number in range(50)])
+    cluster: Any = api
+    agent = Agent(cluster, disk, "n1", CacheLimits())
+    agent.run_once()
+    assert (len(api.objects), api.calls["list"]) == (50, 1)
+    api.calls.clear()
+    for _ in range(30):
+        clock[0] += agents.POLL_SECONDS
+        agent.run_once()
+    assert api.calls == {"list": 6}
+    key = ("team", name_cached_dataset("s3://b/7"))
+    api.pin(key, pinned=True)
+    clock[0] += agents.CLUSTER_SECONDS
+    agent.run_once()
+    agent.run_once()
+    assert (disk.pinned, api.calls["get"]) == ({compute_dataset_id("s3://b/7")}, 1)
+    del api.objects[key]
+    clock[0] += agents.CLUSTER_SECONDS
+    agent.run_once()
+    agent.run_once()
+    assert key not in api.objects
+    assert compute_dataset_id("s3://b/7") not in {dataset.id for dataset in disk.read_datasets("team")}
+
+
+def test_an_unchanged_report_is_repeated_so_that_others_keep_the_node(clock: list[float]) -> None:
+    api, disk = ClaimsApiServer(), Disk(["s3://b/1"])
+    cluster: Any = api
+    agent = Agent(cluster, disk, "n1", CacheLimits())
+    agent.run_once()
+    (stored,) = api.objects.values()
+    stored["status"]["nodes"] = []
+    clock[0] += 660
+    agent.run_once()
+    assert next(iter(api.objects.values()))["status"]["where"] == "n1"
+
+
+def test_the_datasets_of_a_namespace_that_are_reported_are_limited(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decisions, "MOST_REPORTED", 10)
+    monkeypatch.setattr(agents, "MOST_OBJECTS", 25)
+    api, disk = ClaimsApiServer(), Disk([f"s3://b/{number}" for number in range(1000)])
+    cluster: Any = api
+    agent = Agent(cluster, disk, "n1", CacheLimits())
+    for _ in range(10):
+        agent.run_once()
+        clock[0] += agents.CLUSTER_SECONDS
+    uris = {entry["spec"]["uri"] for entry in api.objects.values()}
+    assert uris == {f"s3://b/{number}" for number in range(990, 1000)}, "the last used"
+    assert caplog.text.count("datasets of each namespace are reported") == 1
+    for number in range(1000, 2000, 10):
+        disk.uris = [f"s3://b/{number + offset}" for offset in range(10)]
+        agent.run_once()
+        clock[0] += agents.CLUSTER_SECONDS
+    assert len(api.objects) == 25
+    assert caplog.text.count("Delete the CachedDatasets that no node holds") == 1
+
+
+def test_after_a_refused_creation_the_other_datasets_are_reported(clock: list[float]) -> None:
+    api, disk = ClaimsApiServer(), Disk([f"s3://b/{number}" for number in range(20)])
+    cluster: Any = api
+    api.quota = 5
+    agent = Agent(cluster, disk, "n1", CacheLimits())
+    agent.run_once()
+    agent.run_once()
+    assert (len(api.objects), api.calls["create"], api.calls["patch"]) == (5, 6, 5)
+    api.quota = None
+    clock[0] += agents.CLUSTER_SECONDS
+    agent.run_once()
+    assert len(api.objects) == 20
 
 
 def read_samples(text: bytes) -> dict[tuple[str, ...], float]:
