@@ -21,6 +21,7 @@ from topkube_operator.control.job_memory import JobMemory
 from topkube_operator.control.plan_executor import PROGRESS_SECONDS, ControlContext, PlanExecutor
 from topkube_operator.model.observed import LauncherReport, Observed, Policy
 from topkube_operator.model.plan import Release
+from topkube_operator.model.status import Event
 from topkube_operator.planning import planner
 from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.owner import Owner
@@ -49,7 +50,8 @@ class Controller:
         is_acting: Callable[[], bool],
     ) -> None:
         self._cluster, self._cache, self._queue = context.cluster, context.cache, context.queue
-        self._metrics, self._policy, self._is_acting = context.metrics, policy, is_acting
+        self._recorder, self._metrics = context.recorder, context.metrics
+        self._policy, self._is_acting = policy, is_acting
         self._executor = PlanExecutor(context)
         self._memories: dict[str, JobMemory] = {}
         """The memory of each job, by the job's UID."""
@@ -124,12 +126,24 @@ class Controller:
                 else:
                     _log.warning("%s/%s: %s", *key, error)
                     self._queue.add_after(key, max(self._back_off(key), error.wait * random.uniform(1.0, 1.2)))
-            except Exception:
+            except Exception as error:
                 _log.exception("%s/%s: the reconcile failed", *key)
+                self._report_error(key, error)
                 self._queue.add_after(key, self._back_off(key))
             finally:
                 self._queue.done(key)
                 self._metrics.observe_reconcile(time.monotonic() - begun, outcome)
+
+    def _report_error(self, key: Key, error: Exception) -> None:
+        """Record an Event about an error in the operator itself: without it, the job would have no status and no
+        explanation. The recorder counts repeated Events."""
+        job = self._cache.find_job(key)
+        if job is not None:
+            message = (
+                f"the operator cannot work on this job: an error in the operator ({type(error).__name__}: {error}). "
+                "It tries again. The operator's log contains the details"
+            )
+            self._recorder.record(job["metadata"], [Event("Warning", "OperatorError", message)])
 
     def _postpone_job(self, key: Key) -> None:
         with self._lock:

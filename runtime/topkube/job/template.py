@@ -147,7 +147,8 @@ def find_template_problems(template: Mapping[str, Any], slots: int | None) -> li
 
 
 def find_mapping_problems(template: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """Return the reasons why a template cannot be read: metadata, labels, annotations and spec must be mappings."""
+    """Return the reasons why a template cannot be read: metadata, labels, annotations and spec must be mappings, and
+    spec.initContainers a list of mappings."""
     mistakes: list[tuple[Path, str]] = []
     for path in (("metadata",), ("metadata", "labels"), ("metadata", "annotations"), ("spec",)):
         value: Any = template
@@ -161,7 +162,21 @@ def find_mapping_problems(template: Mapping[str, Any]) -> list[tuple[Path, str]]
                 for key, text in (value or {}).items()
                 if not isinstance(text, str)
             ]
-    return mistakes
+    return mistakes + _find_init_container_problems(template.get("spec"))
+
+
+def _find_init_container_problems(spec: Any) -> list[tuple[Path, str]]:
+    containers = spec.get("initContainers") if isinstance(spec, dict) else None
+    path: Path = ("spec", "initContainers")
+    if containers is None:
+        return []
+    if not isinstance(containers, list):
+        return [(path, "is not a list; allowed: a list of containers (name, image, command, …)")]
+    return [
+        ((*path, index), "is not a mapping; allowed: a container (name, image, command, …)")
+        for index, container in enumerate(containers)
+        if not isinstance(container, dict)
+    ]
 
 
 def _find_container_problems(container: dict[str, Any]) -> list[tuple[Path, str]]:

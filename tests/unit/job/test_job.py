@@ -301,6 +301,14 @@ def test_caches_in_memory_count_against_the_workers_limit() -> None:
             ["none of a, b is called 'worker'"],
         ),
         (
+            build_job(template={"spec": {"containers": [{"image": "i", "command": ["x"]}], "initContainers": 5}}),
+            ["spec.template.spec.initContainers: is not a list"],
+        ),
+        (
+            build_job(launcher={"template": {"spec": {"initContainers": ["init"]}}}),
+            ["spec.launcher.template.spec.initContainers[0]: is not a mapping"],
+        ),
+        (
             build_job_with_container(image=None, command=[]),
             ["containers[0].image: is required", "containers[0].command: is required: what each rank runs"],
         ),

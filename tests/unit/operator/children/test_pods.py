@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from child_builders import POLICY, SEED, build_launcher, build_worker, parse_job, read_environment, selects
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from simulated_job import build_job
 
@@ -16,7 +16,7 @@ from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.launch import contract
-from topkube_operator.children import datasets, objects, placement, pods
+from topkube_operator.children import datasets, objects, placement, pod_sets, pods
 from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
 
@@ -326,7 +326,9 @@ def test_a_template_that_makes_no_valid_pod_raises_a_job_error() -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from(["volumes", "securityContext", "affinity", "terminationGracePeriodSeconds", "hostname"]),
+        st.sampled_from(
+            ["volumes", "securityContext", "affinity", "terminationGracePeriodSeconds", "hostname", "initContainers"]
+        ),
         st.none() | st.text(max_size=3) | st.integers() | st.lists(st.integers(), max_size=2) | st.just({}),
     ),
     st.dictionaries(
@@ -334,6 +336,7 @@ def test_a_template_that_makes_no_valid_pod_raises_a_job_error() -> None:
         st.none() | st.text(max_size=3) | st.integers() | st.lists(st.text(max_size=2), max_size=2) | st.just({}),
     ),
 )
+@example({"initContainers": 5}, {})
 def test_every_template_makes_a_pod_or_raises_a_job_error(pod: Any, container: Any) -> None:
     trainer = {**build_job()["spec"]["template"]["spec"]["containers"][0], **container}
     try:
@@ -341,6 +344,7 @@ def test_every_template_makes_a_pod_or_raises_a_job_error(pod: Any, container: A
         pods.build_worker(stored_job, "uid-1", 0, 1, "10.0.0.9", POLICY)
         pods.build_launcher(stored_job, "uid-1", 1, [(0, 1)], POLICY)
         pods.build_colocated_worker(stored_job, "uid-1", 1, [(0, 1)], POLICY)
+        pod_sets.sum_member_requests(stored_job, "uid-1", POLICY)
     except JobError:
         pass
 

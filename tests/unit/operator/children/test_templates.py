@@ -72,7 +72,7 @@ CONTAINER = {
     "fromTheFuture": VALUES,
 }
 POD = {
-    "initContainers": LIST,
+    "initContainers": st.lists(MAPPING, max_size=3),
     "ephemeralContainers": LIST,
     "volumes": st.lists(st.fixed_dictionaries({"name": NAME, "emptyDir": MAPPING}), max_size=3),
     "tolerations": LIST,

@@ -19,6 +19,7 @@ from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.control.plan_executor import CALLS, ControlContext
 from topkube_operator.model import names
 from topkube_operator.model.observed import LauncherReport, Policy
+from topkube_operator.planning import planner
 from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import WorkQueue
@@ -44,6 +45,20 @@ def test_a_plan_that_a_late_renewal_of_the_lease_interrupts_is_finished(replica:
     assert replica.server.list_names("Pod") == set()
     replica.server.before_create = lambda manifest: None
     replica.server.acting = True
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
+
+
+def test_an_error_of_the_planner_becomes_an_event(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("'int' object is not iterable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, "plan", fail)
+        replica.create_job()
+        wait_until(lambda: replica.recorded.events)
+    namespace, reason, message = replica.recorded.events[0]
+    assert (namespace, reason) == ("team", "OperatorError")
+    assert "an error in the operator (TypeError: 'int' object is not iterable)" in message
     wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
 
 
