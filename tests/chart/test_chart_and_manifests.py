@@ -26,7 +26,6 @@ def test_roles_grant_the_same_rights() -> None:
     for kind in ("ClusterRole", "Role"):
         charts = {role["metadata"]["name"]: list_rules(role) for role in select_kind(kind, chart)}
         charts.pop("topkube-test", None)  # exists during helm test only
-        charts.pop("topkube-admin", None)
         assert {role["metadata"]["name"]: list_rules(role) for role in select_kind(kind, plain)} == charts
     for kind in ("ClusterRoleBinding", "RoleBinding"):
         charts = {item["metadata"]["name"]: (item["roleRef"], item["subjects"]) for item in select_kind(kind, chart)}

@@ -59,7 +59,7 @@ def test_roles_name_their_verbs_and_resources() -> None:
         for rule in role["rules"]:
             assert "*" not in rule["verbs"] + rule["resources"] + rule["apiGroups"], role["metadata"]["name"]
             assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"]) or (
-                role["metadata"]["name"] == "topkube-edit"
+                role["metadata"]["name"] in ("topkube-edit", "topkube-admin")
             )
             if "rbac.authorization.k8s.io/aggregate-to-admin" in role["metadata"]["labels"]:
                 assert all("/" not in resource or resource == "pods/log" for resource in rule["resources"])
