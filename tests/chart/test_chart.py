@@ -79,12 +79,21 @@ def test_crds_are_upgraded_with_the_chart_and_kept_without_it() -> None:
         ({"metrics": {"podMonitor": {"interval": "often"}}}, "/metrics/podMonitor/interval"),
         ({"webhook": {"failurePolicy": "Maybe"}}, "/webhook/failurePolicy"),
         ({"operator": {"resources": {"limit": {}}}}, "/operator/resources"),
+        ({"operator": {"podLabels": {"app.kubernetes.io/name": "other"}}}, "/operator/podLabels"),
+        ({"operator": {"podLabels": {"app.kubernetes.io/part-of": "other"}}}, "/operator/podLabels"),
+        ({"cache": {"node": {"hostPath": "/var/lib/../../etc"}}}, "/cache/node/hostPath"),
+        ({"cache": {"node": {"hostPath": "/var/.."}}}, "/cache/node/hostPath"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_path(values: dict[str, Any], path: str) -> None:
     with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError) as caught:
         chart.validate_schema(values)
     assert path in str(caught.value)
+
+
+def test_a_host_path_may_contain_dots_in_its_names() -> None:
+    with helm.Chart.load(CHART) as chart:
+        chart.validate_schema({"cache": {"node": {"hostPath": "/var/..cache/v1.2/a.."}}})
 
 
 def test_every_value_is_documented_and_in_the_schema() -> None:
