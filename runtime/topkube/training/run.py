@@ -18,7 +18,7 @@ from topkube.errors import TrainingError
 from topkube.mpi_exit import finalize_at_exit
 from topkube.settings import Settings
 from topkube.training.batches.generators import set_generators
-from topkube.training.batches.samples import Samples
+from topkube.training.batches.samples import Samples, has_own_order
 from topkube.training.batches.uneven_batches import Sums
 from topkube.training.checkpoint.format.weights_file import write_weights
 from topkube.training.checkpoint.stages import Stages
@@ -100,6 +100,7 @@ class Run:
         """True if the script has asked for a pass in the current turn of `epochs`."""
         self._has_warned = False
         """True if a call of `save` has printed a warning."""
+        self._has_warned_of_order = False
         self._is_counted = True
         """False while the script works with a batch that does not count as finished yet."""
         self._asked_too_little = False
@@ -216,6 +217,7 @@ class Run:
                 self._checkpoints.skipped_passes.note()
             else:
                 self._checkpoints.skipped_passes.check()
+            self._warn_of_order(loader)
         self._reports.begin_loop()
         try:
             while self.epoch < self._passes_asked and (total is None or self.step < total):
@@ -311,6 +313,19 @@ class Run:
             if must_end:
                 finalize_at_exit()
                 raise SystemExit(128 + signal.SIGTERM)
+
+    def _warn_of_order(self, loader: Iterable[Any]) -> None:
+        """Print a warning, once, if a run that resumes in the middle of an epoch cannot know which samples are left."""
+        if self._sampler is None or self._has_warned_of_order or not has_own_order(loader):
+            return
+        self._has_warned_of_order = True
+        if self._world.rank == 0:
+            warn(
+                "the loader may yield samples in another order than that of its sampler (a batch sampler of your own,"
+                " or in_order=False): a run that resumes in the middle of an epoch trains some of its samples twice,"
+                " and others not at all. Next: let the DataLoader make the batches in order, or call run.save() at the"
+                " end of each epoch and set spec.checkpoint.everySteps to whole epochs"
+            )
 
     def _count_expected_steps(self, loader: Any) -> int | None:
         """Return the number of steps of the run: the finished steps, the rest of this pass, and the passes after it;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import topkube
 from topkube.errors import TrainingError
+from topkube.settings import Settings
 from topkube.training.batches.samples import SampleCounter, count_samples
 
 Pair = namedtuple("Pair", "images labels")
@@ -176,6 +178,29 @@ def test_without_a_known_loader_samples_are_counted_in_the_batch() -> None:
     for loader in (DataLoader(Stream(), 2), by_hand, list(data.split(2)), DataLoader(data, batch_size=None)):  # type: ignore[arg-type]
         counts = count_batches(loader)
         assert counts in ([(2, 2), (2, 2), (1, 1)], [(3, 3)] * 5)
+
+
+def test_a_script_that_counts_tokens_does_not_move_the_sampler_by_tokens() -> None:
+    """A batch sampler of a script's own does not show what it drew. The batch does, if it is certain."""
+    data = TensorDataset(torch.zeros(5, 10, 8), torch.zeros(5))
+    own: Any = DataLoader(data, batch_sampler=UnknownBatchSampler(SequentialSampler(data), 2, False))
+    assert count_batches(own, lambda batch: batch[0].shape[0] * batch[0].shape[1]) == [(20, 2), (20, 2), (10, 1)]
+    assert count_batches([build_images(8)], len) == [(8, 8)]
+
+
+def test_a_loader_with_an_order_of_its_own_is_reported_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    topkube.init()
+    model = torch.nn.Linear(1, 1)
+    optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    data = TensorDataset(torch.arange(4.0).view(4, 1))
+    sampler = topkube.data.DistributedSampler(data, shuffle=False)
+    settings = Settings(checkpoint_directory=str(tmp_path))
+    own: Any = DataLoader(data, batch_sampler=UnknownBatchSampler(sampler, 2, False))
+    for loader, times in ((DataLoader(data, 2, sampler=sampler), 0), ([torch.zeros(2)], 0), (own, 1)):
+        with topkube.checkpointing(model, optimizer, sampler, settings=settings) as run:
+            for _ in run.epochs(run.epoch + 2):
+                list(run.progress(loader))
+        assert capsys.readouterr().err.count("may yield samples in another order") == times
 
 
 @pytest.mark.parametrize("answer", [-1, 2.5, "3", None, torch.zeros(2)])

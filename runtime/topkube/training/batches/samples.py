@@ -6,6 +6,7 @@ batch therefore raises an error.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -38,10 +39,13 @@ class SampleCounter:
         same number, unless a collate function drops samples, the script counts something else, or the dataset's items
         are batches themselves. Raises TrainingError if the number is not certain."""
         drawn = next(self._sizes, None)
-        if self._script_samples is not None:
-            samples = self._count_by_script(batch)
-        else:
+        if self._script_samples is None:
             samples = count_samples(batch, None if self._items_are_batches else drawn)
+            return samples, samples if drawn is None else drawn
+        samples = self._count_by_script(batch)
+        if drawn is None:  # the script may count something else, such as tokens
+            with contextlib.suppress(TrainingError):
+                drawn = count_samples(batch)
         return samples, samples if drawn is None else drawn
 
     def _count_by_script(self, batch: Any) -> int:
@@ -56,6 +60,13 @@ class SampleCounter:
                 next_step="return a whole number, 0 or more: samples=lambda batch: len(batch[0])",
             )
         return samples
+
+
+def has_own_order(loader: Iterable[Any]) -> bool:
+    """Return True if a DataLoader may yield samples in another order than that of its sampler."""
+    if not isinstance(loader, DataLoader):
+        return False
+    return not getattr(loader, "in_order", True) or type(loader.batch_sampler) not in (BatchSampler, type(None))
 
 
 def _list_drawn_sizes(loader: Iterable[Any]) -> Iterable[int]:
