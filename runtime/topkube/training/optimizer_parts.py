@@ -158,7 +158,8 @@ def _build_parts(
         node_weights = NodeWeights(world, parameters, aggregation, optimizer, masters, noise_correction)
         node_world = node_weights.node_world
         mode, every = settings.check_weights, settings.check_weights_every
-        check = AgreedWeightsCheck(node_weights.exchange, node_world, node_weights.trained.parameters, mode, every)
+        trained = node_weights.trained.parameters
+        check = AgreedWeightsCheck(node_weights.exchange, node_world, trained, optimizer, mode, every)
     share_norms(optimizer, node_world or world)
     backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check, earlier)
     if not is_copy and earlier is None:

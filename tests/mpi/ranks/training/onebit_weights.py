@@ -102,6 +102,25 @@ def case_the_check_of_weights_compares_the_agreed_weights(world: World) -> None:
     optimizer._backward.end()
 
 
+def case_another_learning_rate_on_a_node_is_named(world: World) -> None:
+    """The nodes agree on weights all the same, so their comparison does not show it."""
+    if world.nodes == 1:
+        return
+    for mode in ("error", "warn"):
+        model = build_network()
+        optimizer = build_onebit(model, settings=Settings(check_weights=mode, check_weights_every=2))
+        train(world, model, optimizer, range(5))
+        if world.rank == world.size - 1:
+            optimizer.param_groups[0]["lr"] *= 0.1
+        if mode == "warn":
+            train(world, model, optimizer, range(5, 8))
+            assert optimizer.differing_ranks == 1
+        else:
+            with pytest.raises(TrainingError, match=rf"rank {world.size - 1} train with another learning rate"):
+                train(world, model, optimizer, range(5, 8))
+        optimizer._backward.end()
+
+
 def case_optimizers_that_do_not_work_with_onebit_are_refused(world: World) -> None:
     model = build_network()
     with pytest.raises(ArgumentError, match="momentum correction does not work with onebit"):

@@ -56,22 +56,24 @@ class WeightsCheck:
             return f"ranks start from different weights: {name_ranks(ranks)} differ from the other ranks ({named})"
         return f"the weights of {name_ranks(ranks)} differ from those of the other ranks ({named})"
 
-    def report(self, difference: str, first: bool, rank: int) -> None:
-        """Raise TrainingError with `difference`, or warn on rank 0."""
-        cause, next_step = (
-            (
+    def explain(self, first: bool) -> tuple[str, str]:
+        """Return the likely cause of the difference that `describe_difference` described last, and the next step."""
+        if first:
+            return (
                 "topkube.broadcast_parameters(model) was not called, or weights changed on some ranks after it",
                 "call it before the first step; after a resume, load the same checkpoint on every rank",
             )
-            if first
-            else (
-                "only some ranks made a step, drew a random number or changed weights; or"
-                " torch.nn.utils.clip_grad_norm_(model.parameters()) read gradients of parameters that no"
-                " DistributedOptimizer has; or processors round differently",
-                "make every rank do the same; clip with optimizer.clip_grad_norm_; on mixed hardware set"
-                " TOPKUBE_CHECK_WEIGHTS=warn",
-            )
+        return (
+            "only some ranks made a step, drew a random number or changed weights; or"
+            " torch.nn.utils.clip_grad_norm_(model.parameters()) read gradients of parameters that no"
+            " DistributedOptimizer has; or processors round differently",
+            "make every rank do the same; clip with optimizer.clip_grad_norm_; on mixed hardware set"
+            " TOPKUBE_CHECK_WEIGHTS=warn",
         )
+
+    def report(self, difference: str, first: bool, rank: int) -> None:
+        """Raise TrainingError with `difference`, or warn on rank 0."""
+        cause, next_step = self.explain(first)
         if self._mode == "error":
             raise TrainingError(difference, cause=cause, next_step=next_step)
         if rank == 0:
