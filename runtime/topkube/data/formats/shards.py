@@ -100,7 +100,8 @@ class Shards:
     def compute_key(self, number: int, form: str = "") -> str:
         """Return the name of a shard in the cache: 32 hexadecimal digits, a hash of the URI, of the paths, sizes and
         versions of the shard's objects, and of `form`. `form` is empty for the bytes of the remote, and _DECOMPRESSED
-        for the decompressed bytes."""
+        for the decompressed bytes. Decompressed bytes cannot be compared with the checksums of the objects, so these
+        checksums are part of their name."""
         start, stop = int(self._starts[number]), int(self._stops[number])
         state = xxhash.xxh3_128(f"{self.uri}\0{form}\0{stop - start}\0".encode())
         listing = self.listing
@@ -110,6 +111,8 @@ class Shards:
             state.update(ends.astype("<i8").tobytes())
             state.update(texts.view_bytes(start, stop))
         state.update(listing.sizes[start:stop].astype("<i8").tobytes())
+        if form and (checksums := listing.checksums[start:stop]).any():
+            state.update(checksums.astype("<u8").tobytes())
         return state.hexdigest()
 
     def list_keys(self) -> list[str]:

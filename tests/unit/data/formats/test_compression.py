@@ -272,6 +272,21 @@ def test_a_damaged_file_is_found_and_made_again(tmp_path: Path, open_dataset: Op
     assert dataset.statistics()["corruptions"] == 1
 
 
+def test_a_changed_shard_with_the_same_size_and_time_is_decompressed_again(
+    tmp_path: Path, open_dataset: Opener
+) -> None:
+    """Only the checksum in the manifest differs."""
+    folder = tmp_path / "source"
+    for seed in range(2):
+        data = write_tars(folder, [20], seed=seed)
+        (folder / "000.tar.gz").write_bytes(gzip.compress((folder / "000.tar").read_bytes(), 0, mtime=0))
+        (folder / "000.tar").unlink()
+        os.utime(folder / "000.tar.gz", (0, 0))
+        (folder / "manifest.jsonl").write_text("".join(generate_manifest(str(folder), checksums=True)))
+        check_samples(open_dataset(folder, decode=RECORD), data)
+        open_dataset.close()
+
+
 def test_a_check_reads_decompressed_shards_and_an_eviction_removes_them(tmp_path: Path, open_dataset: Opener) -> None:
     write_tars(tmp_path / "source", [20])
     pack_all(tmp_path / "source", "gzip", ".tar.gz")
