@@ -104,7 +104,9 @@ class MixedSampler(DistributedSampler):
         return self._samples
 
     def _describe_order(self) -> dict[str, Any]:
-        return {**super()._describe_order(), "weights": list(self.weights)}
+        dataset: Any = self.dataset
+        lengths = np.diff(dataset.starts).tolist()
+        return {**super()._describe_order(), "weights": list(self.weights), "lengths": lengths}
 
     def _order_samples(self) -> Longs:
         dataset: Any = self.dataset

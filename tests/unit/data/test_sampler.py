@@ -263,6 +263,12 @@ def test_a_mix_is_resumed_by_any_number_of_ranks_and_checks_its_state() -> None:
     assert [ranks[at % 3][at // 3] for at in range(25)] == whole[15:]
     with pytest.raises(ArgumentError, match="weights is"):
         MixedSampler(mixed, [1, 3], 40).load_state_dict(sampler.state_dict())
+    grown = MixedSampler(MixedDataset([Numbers(0, 31), Numbers(1000, 7)]), [1, 2], 40)
+    with pytest.raises(ArgumentError, match=r"lengths is \[31, 7\], was \[30, 7\]"):
+        grown.load_state_dict(sampler.state_dict())
+    older_state = sampler.state_dict()
+    del older_state["lengths"]
+    resumed.load_state_dict(older_state)
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")]])
