@@ -269,20 +269,19 @@ class CachedDataset:
             self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"identity": self.identity, **{name: getattr(self, name) for name in _DESCRIPTION}}
+        listing = self.cache.shards.listing.compute_digest()
+        return {"listing": listing, **{name: getattr(self, name) for name in _DESCRIPTION}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Open the dataset in a spawned worker, without a filler and without collectives. Raises DatasetError if it now
-        has other samples, or another order."""
-        identity = state["identity"]
+        """Open the dataset in a spawned worker, without a filler and without collectives. Raises DatasetError if its
+        listing has changed."""
         self.__dict__.update({name: state[name] for name in _DESCRIPTION})
         self._open(RankPlace(), prefetch=False)
-        if self.identity != identity:
+        if self.cache.shards.listing.compute_digest() != state["listing"]:
             self.close()
             raise DatasetError(
                 f"the dataset {self.uri} has changed since this process's parent opened it",
-                cause="objects were added, removed or replaced while it is in use, so every index would name another"
-                " sample",
+                cause="objects were added, removed or replaced while it is in use, so an index may name another sample",
                 next_step="write a manifest (topkube cache manifest), or start again when the dataset is complete",
             )
 

@@ -167,14 +167,18 @@ def test_an_integer_that_does_not_fit_is_refused_and_not_changed(
         open_dataset(tmp_path / "source", decode=lambda raw: {"id": value}, fingerprint="1", memory_limit=1 << 20)[0]
 
 
-def test_a_spawned_worker_refuses_a_dataset_that_has_changed(tmp_path: Path, open_dataset: Opener) -> None:
-    """Every index would name another sample."""
+@pytest.mark.parametrize("change", ["a new file", "a replacement of the same size"])
+def test_a_spawned_worker_refuses_a_dataset_that_has_changed(tmp_path: Path, open_dataset: Opener, change: str) -> None:
+    """An index would name another sample, or the sample of another version."""
     write_files(tmp_path / "source", 4)
     dataset = open_dataset(tmp_path / "source", prefetch=False)
     sent = pickle.dumps(dataset)
     with contextlib.closing(pickle.loads(sent)) as worker:
         assert [worker[index] for index in range(4)] == [dataset[index] for index in range(4)]
-    (tmp_path / "source" / "0000-first.bin").write_bytes(b"a file that arrives while the dataset is in use")
+    if change == "a new file":
+        (tmp_path / "source" / "0000-first.bin").write_bytes(b"a file that arrives while the dataset is in use")
+    else:
+        write_files(tmp_path / "source", 4, seed=1)
     with pytest.raises(DatasetError, match="has changed since this process's parent opened it"):
         pickle.loads(sent)
 
