@@ -114,8 +114,9 @@ class CachedDataset:
 
     # ---- opening
 
-    def _open(self, place: RankPlace, prefetch: bool) -> None:
-        """Open the tiers and start to fill them. If `place` has several ranks, this is a collective."""
+    def _open(self, place: RankPlace, prefetch: bool, job: str = "") -> None:
+        """Open the tiers and start to fill them. If `place` has several ranks, this is a collective. `job`: see
+        `open_cache`."""
         self._place = place
         self.cache = open_cache(
             self.uri,
@@ -123,6 +124,7 @@ class CachedDataset:
             place,
             memory_limit=self._memory_limit,
             memory=self._memory_folder,
+            job=job,
             **self._cache_options,
         )
         self.node_state, self.counters = self.cache.node_state, self.cache.counters
@@ -270,13 +272,13 @@ class CachedDataset:
 
     def __getstate__(self) -> dict[str, Any]:
         listing = self.cache.shards.listing.compute_digest()
-        return {"listing": listing, **{name: getattr(self, name) for name in _DESCRIPTION}}
+        return {"listing": listing, "job": self.cache.job, **{name: getattr(self, name) for name in _DESCRIPTION}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Open the dataset in a spawned worker, without a filler and without collectives. Raises DatasetError if its
         listing has changed."""
         self.__dict__.update({name: state[name] for name in _DESCRIPTION})
-        self._open(RankPlace(), prefetch=False)
+        self._open(RankPlace(), prefetch=False, job=state["job"])
         if self.cache.shards.listing.compute_digest() != state["listing"]:
             self.close()
             raise DatasetError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier
 from topkube.data.cache.node_state import NodeState
 from topkube.data.cache.shard_cache import ShardCache, open_tier
 from topkube.data.formats.shards import GROUP_BYTES, Format, Shards
-from topkube.data.rank_messages import share_failure, share_listing
+from topkube.data.rank_messages import share_failure, share_listing, share_text
 from topkube.data.remote.listing import Listing
 from topkube.data.remote.object_store import ObjectStore
 from topkube.data.remote.retry import Patience
@@ -52,13 +54,16 @@ def open_cache(
     patience: Patience | None = None,
     wait_seconds: float = 30.0,
     for_samples: bool = True,
+    job: str = "",
 ) -> ShardCache:
     """Open the cache of the dataset at `uri` (see `resolve_address`).
 
     The arguments have the meaning that they have for CachedDataset. `cache_directory`, `size_limit` and `free_bytes`
     come from `settings` if they are None. `memory` is the folder of the memory tier. If `place` has several ranks, this
     is a collective. `for_samples`: False if only whole objects are needed, for scripts that read plain files. Then
-    shards whose samples cannot be read are accepted too. Raises DatasetError, StoreError or CacheError, on all ranks.
+    shards whose samples cannot be read are accepted too. `job`: a name under which objects without a version are
+    cached, so that other jobs do not read them. If it is empty, such objects get the uid of the TrainingJob, else a
+    random name. Raises DatasetError, StoreError or CacheError, on all ranks.
     """
     size_limit = settings.cache_size_limit if size_limit is None else size_limit
     for name, value in (("size_limit", size_limit), ("memory_limit", memory_limit)):
@@ -70,6 +75,9 @@ def open_cache(
         directory, DiskLimits(size_limit or None, free_bytes, settings.cache_free_percent), settings.cache_sharing
     )
     listing = _list_on_rank_0(lambda: list_dataset(store, tier), place)
+    if not listing.has_versions:
+        job = job or _choose_job(uri, settings, place)
+        listing = listing.fill_versions(f"job {job}")
     shards = Shards(uri, listing, format, group_bytes)
     if for_samples and format == "auto" and shards.format == "files":
         shards.check_compressions()
@@ -83,7 +91,7 @@ def open_cache(
     node_state = NodeState(memory or choose_memory_folder(None, settings), name, shards.cache_number_limit)
     counters = CacheCounters(settings.run_path)
     return ShardCache(
-        store, shards, tier, node_state, counters, name, stall_seconds=wait_seconds, for_samples=for_samples
+        store, shards, tier, node_state, counters, name, job, stall_seconds=wait_seconds, for_samples=for_samples
     )
 
 
@@ -122,6 +130,20 @@ def _list_on_rank_0(list_objects: Callable[[], Listing], place: RankPlace) -> Li
     if (failure := share_failure(place.world.comm, failure)) is not None:
         raise failure
     return share_listing(place.world.comm, listing)
+
+
+def _choose_job(uri: str, settings: Settings, place: RankPlace) -> str:
+    """Return a name of this job for objects without a version, the same on all ranks, and print a warning."""
+    if place.rank == 0:
+        print(
+            f"topkube: the store states no version (etag or time) of objects of {uri}, so changes of them are not "
+            "detected; what the cache fetches is used by this job only, and later jobs fetch it again; to keep it, "
+            f"write a manifest (`topkube cache manifest {uri} --checksums`) whenever the dataset changes",
+            file=sys.stderr,
+            flush=True,
+        )
+    name = settings.job_uid or uuid.uuid4().hex
+    return name if place.world is None else share_text(place.world.comm, name)
 
 
 def resolve_address(uri: str, settings: Settings) -> str:

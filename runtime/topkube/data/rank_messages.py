@@ -30,6 +30,11 @@ def share_listing(comm: Any, listing: Listing | None) -> Listing:
         return Listing.from_columns(columns)
 
 
+def share_text(comm: Any, text: str) -> str:
+    """Return rank 0's text on every rank."""
+    return _broadcast_bytes(comm, text.encode(), 0).decode()
+
+
 def share_counts(comm: Any, counts: Longs) -> Longs:
     """Return the largest count of all ranks, for every element."""
     from mpi4py import MPI

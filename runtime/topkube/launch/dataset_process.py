@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from topkube.environment import copy_environment
 from topkube.launch.host.processes import prepare_to_die_with_parent
 from topkube.settings import Settings
 
@@ -39,7 +40,7 @@ class DatasetProcess:
     (i, n) for worker i of n; `say` prints a line."""
 
     def __init__(self, settings: Settings, share: tuple[int, int], directory: Path, say: Callable[[str], None]) -> None:
-        self._say = say
+        self._say, self._job_uid = say, settings.job_uid
         self._is_wanted = bool(settings.dataset_uri and settings.dataset_view)
         self._report = directory / REPORT_FILE
         # -P: modules in the working directory, such as the job's source, must not replace those of the companion.
@@ -66,7 +67,11 @@ class DatasetProcess:
 
         try:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare
+                self._command,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=prepare,
+                env={**copy_environment(), "TOPKUBE_JOB_UID": self._job_uid},
             )
         except OSError as error:
             self._say(f"{self._command[0]} cannot be run: {error.strerror}")

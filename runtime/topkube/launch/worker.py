@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,10 @@ class Worker:
         self.output = PodOutput(name="topkube worker")
         self._say = self.output.say
         self.dataset = DatasetProcess(
-            settings, (plan.index, max(plan.workers, plan.index + 1)), self.directory, self._say
+            replace(settings, job_uid=plan.uid),  # the launcher sends it to the ranks only
+            (plan.index, max(plan.workers, plan.index + 1)),
+            self.directory,
+            self._say,
         )
         self._termination_log = Path(settings.termination_log)
         ip = settings.pod_ip or find_own_address(plan.launcher)

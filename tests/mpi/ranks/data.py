@@ -4,12 +4,14 @@ ends."""
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,9 +24,10 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "data"))
 from remotes import write_files, write_tars
 
-from topkube.data import ArrayOf, DistributedSampler, collate
+from topkube.data import ArrayOf, DistributedSampler, collate, opening
 from topkube.data.dataset import CachedDataset
 from topkube.data.fill.disk_filler import DiskFiller
+from topkube.data.remote.listing import Listing, Texts
 from topkube.errors import DatasetError
 from topkube.world import World
 
@@ -181,6 +184,25 @@ def case_opening_a_dataset_and_sending_shards_unpickles_nothing(world: World) ->
         finally:
             MPI.pickle.__init__()  # type: ignore[misc]
         np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(30)))), data)
+        world.comm.Barrier()
+        dataset.close()
+
+
+def case_ranks_and_their_spawned_workers_share_objects_without_a_version(world: World) -> None:
+    list_dataset = opening.list_dataset
+
+    def list_without_versions(*arguments: Any) -> Listing:
+        listing = list_dataset(*arguments)
+        return replace(listing, versions=Texts.from_strings([""] * len(listing)))
+
+    with (
+        make_dataset(world, [10, 10, 10]) as (folder, data),
+        mock.patch.object(opening, "list_dataset", list_without_versions),
+    ):
+        dataset = open_dataset(world, folder)
+        assert len(set(world.comm.allgather(dataset.cache.shards.compute_key(0)))) == 1
+        with closing(pickle.loads(pickle.dumps(dataset))) as worker:
+            np.testing.assert_array_equal(np.stack(list(worker.__getitems__(range(30)))), data)
         world.comm.Barrier()
         dataset.close()
 

@@ -46,6 +46,8 @@ class RemoteServer:
         """Send index pages like nginx with `autoindex_format json`, instead of links."""
         self.etags = "strong"
         """strong, weak, or none."""
+        self.times = True
+        """True if the server sends Last-Modified."""
         self.conditions = self.ranges = True
         """True if the server supports If-Match and If-Unmodified-Since, and Range."""
         self.page: Callable[[str], bytes | None] | None = None
@@ -120,6 +122,8 @@ class RemoteServer:
         headers = {"ETag": etag if self.etags == "strong" else f"W/{etag}", "Last-Modified": modified}
         if self.etags == "none":
             del headers["ETag"]
+        if not self.times:
+            del headers["Last-Modified"]
         answer = Answer(HTTPStatus.OK, data, headers, 0, len(data), len(data))
         requested_range = request.headers.get("Range")
         if requested_range and self.ranges:

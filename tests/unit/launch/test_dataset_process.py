@@ -46,6 +46,17 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dataset
     process.end()
 
 
+def test_the_process_has_the_uid_of_the_job(tmp_path: Path) -> None:
+    """It names what the cache has of objects without a version. Only the launcher sends it to ranks."""
+    settings = Settings(dataset_uri="file:///data", dataset_view=str(tmp_path), job_uid="0a-1b")
+    process = DatasetProcess(settings, (0, 1), tmp_path, print)
+    script = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ['TOPKUBE_JOB_UID'])"
+    process._command = [sys.executable, "-c", script, str(tmp_path / "uid")]
+    process.start_if_needed()
+    wait_until(lambda: (tmp_path / "uid").exists() and (tmp_path / "uid").read_text() == "0a-1b")
+    process.end()
+
+
 def test_a_short_attempt_waits_for_the_first_report(process: DatasetProcess, tmp_path: Path) -> None:
     assert not process.has_final_report(), "the process may still start"
     (tmp_path / "release").touch()

@@ -45,6 +45,7 @@ class ShardCache:
         node_state: NodeState,
         counters: CacheCounters,
         name: str,
+        job: str,
         *,
         stall_seconds: float = 30.0,
         for_samples: bool = True,
@@ -52,6 +53,8 @@ class ShardCache:
         self.store, self.shards, self.node_state, self.counters = store, shards, node_state, counters
         self.name = name
         """A name for this listing in this directory: 16 hexadecimal digits."""
+        self.job = job
+        """The name under which objects without a version are cached; empty if all objects have versions."""
         self.stall_seconds, self._for_samples = stall_seconds, for_samples
         self.open_shards = OpenShards()
         self.fetcher = ShardFetcher(store, shards, node_state, counters)

@@ -13,7 +13,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,6 +220,16 @@ class Listing:
         return (self[index] for index in range(len(self)))
 
     @property
+    def has_versions(self) -> bool:
+        """True if every object has a version."""
+        return bool(np.diff(self.versions.ends, prepend=0).all())
+
+    def fill_versions(self, version: str) -> Listing:
+        """Return the listing with this version for every object without a version."""
+        filled = (self.versions[index] or version for index in range(len(self)))
+        return replace(self, versions=Texts.from_strings(filled))
+
+    @property
     def bytes(self) -> int:
         return int(self.sizes.sum())
 
@@ -323,8 +333,8 @@ def check_path(path: str, uri: str) -> None:
 def read_manifest(lines: Iterable[bytes | str], uri: str, version: str) -> Listing:
     """Return the listing in a manifest. Raises DatasetError with the number of an invalid line.
 
-    An entry without etag and mtime gets `version`, the version of the manifest. If the manifest changes, such an object
-    counts as changed.
+    An entry without etag and mtime gets `version`, the version of the manifest or a hash of its bytes. If the manifest
+    changes, such an object counts as changed.
     """
 
     def parse_entries() -> Iterator[RemoteObject]:

@@ -56,8 +56,9 @@ class ObjectStore:
         return self._build_listing().read_current()
 
     def read_manifest_version(self) -> str | None:
-        """Return the version of the manifest, None if there is no manifest. Raises StoreError if the store does not
-        answer, because a listing without the manifest would lack its checksums."""
+        """Return the version of the manifest; None if there is no manifest, or if the store states no version of it.
+        Raises StoreError if the store does not answer, because a listing without the manifest would lack its
+        checksums."""
         return self._build_listing().read_version()
 
     def _build_listing(self) -> StoreListing:

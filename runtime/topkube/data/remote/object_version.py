@@ -1,8 +1,8 @@
 """The version of an object as text, and the comparison of a response with the listed version.
 
 A version is a strong etag (`"abc"`), a weak etag followed by the time of the last change (`W/"abc" Sun, 06 Nov 1994
-08:49:37 GMT`), that time alone, or another value of the store (a number of seconds, a date). Source: RFC 9110, section
-8.8.
+08:49:37 GMT`), that time alone, or another value of the store (a number of seconds, a date, digits). Source: RFC 9110,
+section 8.8.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from topkube.errors import StoreError
 
 _VERSION = re.compile(r'(?P<weak>W/)?(?P<tag>"[^"]*")?\s*(?P<modified>\S.* GMT)?')
 _SECONDS = re.compile(r"\d{1,12}\.\d{1,20}")
+_DIGITS = re.compile(r"\d{13,14}(\.\d{1,6})?")
+"""The digits of a date (FTP), or milliseconds (WebHDFS)."""
 _DATE = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,6})?([+-]\d\d:\d\d)?")
 
 
@@ -31,7 +33,10 @@ def read_header_version(headers: Mapping[str, str]) -> str:
 def read_info_version(info: Mapping[str, Any]) -> str:
     """Return the version in the `info` of an fsspec file system about an object; empty if there is none. The mtime 0 is
     a version: reproducible images give it to all files, and each node has other values of `created`."""
-    for name in ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "created"):
+    for name in (
+        *("ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified"),
+        *("modify", "modificationTime", "created"),  # FTP, WebHDFS, and stores without a time of the last change
+    ):
         if info.get(name) not in (None, ""):
             return str(info[name])
     return ""
@@ -68,13 +73,13 @@ def check_version(version: str, headers: Mapping[str, str], name: str) -> None:
 
 
 def is_same_version(listed: str, current: str) -> bool:
-    """Return False if both versions are of the same kind (etag, number, date) and differ. Versions of different kinds
-    cannot be compared and count as equal."""
+    """Return False if both versions are of the same kind (etag, number, digits, date) and differ. Versions of different
+    kinds cannot be compared and count as equal."""
     if listed == current:
         return True
     if listed.startswith('"') and current.startswith('"'):
         return False
-    for kind, read in ((_SECONDS, float), (_DATE, datetime.fromisoformat)):
+    for kind, read in ((_SECONDS, float), (_DIGITS, float), (_DATE, datetime.fromisoformat)):
         if kind.fullmatch(listed) and kind.fullmatch(current):
             return bool(read(listed) == read(current))
     return True

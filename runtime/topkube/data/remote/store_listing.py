@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
+import xxhash
 from fsspec.asyn import sync
 
 from topkube.data.remote.http.index_pages import walk_index_pages
@@ -68,10 +69,11 @@ class StoreListing:
             ) from error
 
     def read_version(self) -> str | None:
-        """Return the version of the manifest, None if there is no manifest. Raises StoreError if the store does not
-        answer, because a listing without the manifest would lack its checksums."""
+        """Return the version of the manifest; None if there is no manifest, or if the store states no version of it.
+        Raises StoreError if the store does not answer, because a listing without the manifest would lack its
+        checksums."""
         described = self._describe_manifest()
-        return None if described is None else described.version or str(described.size)
+        return None if described is None else described.version or None
 
     def _describe_manifest(self) -> ObjectDescription | None:
         """Return the description of the manifest; None if there is no manifest."""
@@ -108,7 +110,7 @@ class StoreListing:
 
         manifest = RemoteObject(self.manifest_uri.rpartition("/")[2], size, version)
         self._fetch([Transfer(Reading(manifest, self.manifest_uri), 0, size)], receive, None)
-        return read_manifest(io.BytesIO(data), self.manifest_uri, version or str(size))
+        return read_manifest(io.BytesIO(data), self.manifest_uri, version or xxhash.xxh3_128_hexdigest(data))
 
     def _list_objects(self) -> list[RemoteObject]:
         if self._access.protocol in HTTP:

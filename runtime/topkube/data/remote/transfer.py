@@ -83,7 +83,7 @@ class Transfer:
 
     def build_headers(self, end: int) -> dict[str, str]:
         """Return the headers of the request for bytes `at` to `end`."""
-        headers = build_condition(self.reading.listed.version or self.reading.version)
+        headers = build_condition(self.reading.listed.version) or build_condition(self.reading.version)
         if not (self.at == 0 and end == self.reading.listed.size):
             headers["Range"] = f"bytes={self.at}-{end - 1}"
         return headers

@@ -3,8 +3,10 @@ listing are removed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,9 @@ from topkube.data import ArrayOf
 from topkube.data.manifest import generate_manifest
 from topkube.data.remote.listing import read_manifest
 from topkube.data.remote.object_store import ObjectStore
+from topkube.data.remote.object_version import is_same_version, read_info_version
 from topkube.errors import DatasetError, StoreError
+from topkube.settings import Settings
 
 RECORD = ArrayOf("uint8", (3072,))
 PATH = "a/00000.bin"
@@ -269,6 +273,58 @@ def test_a_manifest_that_is_damaged_or_cannot_be_compared_with_a_list_is_written
 def test_an_invalid_checksum_is_refused(checksum: object) -> None:
     with pytest.raises(DatasetError, match="line 1 of the manifest"):
         read_manifest([json.dumps({"path": "a", "size": 1, "xxh3": checksum})], "m", "v")
+
+
+@pytest.mark.parametrize(
+    ("info", "later"),
+    [
+        ({"size": 1, "modify": "20260102030405"}, {"size": 1, "modify": "20260102030406"}),
+        ({"length": 1, "modificationTime": 1767323045000}, {"length": 1, "modificationTime": 1767323045001}),
+    ],
+    ids=["FTP", "WebHDFS"],
+)
+def test_times_of_ftp_and_webhdfs_are_versions(info: dict[str, Any], later: dict[str, Any]) -> None:
+    version, later_version = read_info_version(info), read_info_version(later)
+    assert is_same_version(version, version)
+    assert not is_same_version(version, later_version)
+
+
+def test_objects_without_a_version_are_cached_for_one_job(
+    remote: RemoteServer, open_dataset: Opener, capfd: pytest.CaptureFixture[str]
+) -> None:
+    remote.etags, remote.times = "none", False
+    first_data = write_files(remote.folder, 6)
+    for seed in range(2):
+        data = write_files(remote.folder, 6, seed=seed)
+        dataset = open_dataset(remote.uri, decode=RECORD)
+        check_samples(dataset, data)
+        assert capfd.readouterr().err.count(f"topkube cache manifest {remote.uri} --checksums") == 1
+    write_files(remote.folder, 6)
+    with contextlib.closing(pickle.loads(pickle.dumps(dataset))) as worker:
+        check_samples(worker, data)
+    assert not capfd.readouterr().err
+    open_dataset.close()
+    check_samples(open_dataset(remote.uri, decode=RECORD, settings=Settings(job_uid="a")), first_data)
+    write_files(remote.folder, 6, seed=1)
+    check_samples(open_dataset(remote.uri, decode=RECORD, settings=Settings(job_uid="a")), first_data)
+    check_samples(open_dataset(remote.uri, decode=RECORD, settings=Settings(job_uid="b")), data)
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_manifest_without_a_version_is_read_for_every_job(
+    remote: RemoteServer, open_dataset: Opener, checksums: bool
+) -> None:
+    """Its size stays the same."""
+    remote.etags, remote.times = "none", False
+    for seed in range(2):
+        (remote.folder / "manifest.jsonl").unlink(missing_ok=True)
+        data = write_files(remote.folder, 6, seed=seed)
+        lines = [json.loads(line) for line in generate_manifest(remote.uri, checksums=True)]
+        if not checksums:
+            lines = [{"path": line["path"], "size": line["size"], "note": seed} for line in lines]
+        (remote.folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        check_samples(open_dataset(remote.uri, decode=RECORD), data)
+        open_dataset.close()
 
 
 def test_copies_of_files_with_the_mtime_0_have_one_version(tmp_path: Path) -> None:
