@@ -93,11 +93,33 @@ def test_options_that_are_not_passed_come_from_the_job(capsys: Any) -> None:
 
 
 def test_the_table_shows_the_cluster_and_the_chosen_algorithm(capsys: Any) -> None:
-    assert run_app(["plan", "--workers", "2", "--slots", "2"]) == 0
+    command = ["plan", "--workers", "2", "--slots", "2", "--compute", "0.1"]
+    for options, chosen, explanation in (
+        (["--link", "100Gbit/s"], "hierarchical", "-> marks what auto takes."),
+        (["--link", "100Mbit/s"], "int3", "-> marks what auto takes."),
+        ([str(SAMPLE)], "hitopk", "-> marks the algorithm of the job."),
+    ):
+        assert run_app([*command, *options]) == 0
+        out = capsys.readouterr().out
+        assert "2 x 2 ranks, 25,600,000 parameters, density 0.01, bf16; link 10" in out
+        [line] = [line for line in out.splitlines() if line.startswith("->") and "marks" not in line]
+        assert line.split()[1] == chosen
+        assert explanation in out
+
+
+def test_without_the_time_of_a_step_what_auto_takes_is_unknown(tmp_path: Path, capsys: Any) -> None:
+    command = ["--workers", "4", "--link", "100Mbit/s"]
+    plan = read_plan(*command, capsys=capsys)
+    assert plan["chosen"] is None
+    assert not any(row["chosen"] for row in plan["algorithms"])
+    assert run_app(["plan", *command]) == 0
     out = capsys.readouterr().out
-    assert "2 x 2 ranks, 25,600,000 parameters, density 0.01, bf16; link 10Gbit/s" in out
-    [chosen] = [line for line in out.splitlines() if line.startswith("->") and "is what" not in line]
-    assert "hierarchical" in chosen
+    assert "->" not in out
+    assert "What auto takes depends on the time of a step: add --compute or --trace." in out
+    dense = tmp_path / "dense.yaml"
+    dense.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense"))
+    for options in ([str(dense)], ["--workers", "1"]):
+        assert read_plan(*command, *options, capsys=capsys)["chosen"] == "hierarchical", "nothing else is possible"
 
 
 @pytest.mark.parametrize(

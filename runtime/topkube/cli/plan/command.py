@@ -19,11 +19,11 @@ from topkube.planning.picture import draw_sweep
 def show_plan(options: PlanOptions) -> None:
     """Print tables and recommendations, or JSON; draw the picture. Raises ArgumentError, TraceError and PlotError."""
     comparison = read_comparison(options)
-    chosen = comparison.resolve(comparison.wanted)
+    chosen = comparison.find_chosen()
     rows = [predict_exchange(comparison, algorithm, algorithm == chosen) for algorithm in comparison.listed]
     with PlanProgress(Console(stderr=True), len(guidelines.NODES) + len(comparison.listed)) as progress:
         swept = predict_sweep(comparison, progress)
-        advice = recommend(comparison, options, chosen, progress) if comparison.profile else None
+        advice = recommend(comparison, options, chosen, progress) if comparison.profile and chosen else None
     if options.plot is not None:
         if comparison.profile is None:
             raise ArgumentError("--plot needs the time of a step", next_step="add --compute SECONDS or --trace FILE")

@@ -11,6 +11,7 @@ from topkube.algorithms import (
     AUTO,
     CHOICES,
     DELAY,
+    DENSE,
     DENSE_WIRE,
     DENSITY,
     MATRIX_RANK,
@@ -63,13 +64,20 @@ class Comparison:
     def machines(self) -> Machines:
         return self.situation.machines
 
-    def resolve(self, name: str) -> Algorithm:
-        """Return the algorithm called `name`, or what the name stands for on this cluster."""
-        if name not in CHOICES:
-            return algorithms.find_algorithm(name)
-        dense = _find_choice(name, self.machines, self.elements, self.situation.dense_wire).algorithm
-        if name != AUTO or not self.compressed_choices or self.profile is None:
+    def find_dense(self) -> Algorithm:
+        """Return the fastest dense algorithm on this cluster."""
+        return _find_choice(DENSE, self.machines, self.elements, self.situation.dense_wire).algorithm
+
+    def find_chosen(self) -> Algorithm | None:
+        """Return the algorithm that `wanted` stands for on this cluster; None if that depends on the time of a step,
+        which is unknown."""
+        if self.wanted not in CHOICES:
+            return algorithms.find_algorithm(self.wanted)
+        dense = self.find_dense()
+        if self.wanted != AUTO or not self.compressed_choices:
             return dense
+        if self.profile is None:
+            return None
         allowed = [choice for choice in self.compressed_choices if keeps_loss(choice, self.machines.nodes)]
         dense_seconds, seconds = self.predict_step(dense).step, [self.predict_step(one).step for one in allowed]
         return find_least_change(allowed, seconds, dense_seconds, dense_seconds) or dense

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from topkube.algorithms import DENSE_WIRE, OVERLAP
+from topkube.algorithms import CHOICES, DENSE_WIRE, OVERLAP
 from topkube.cli.columns import align_columns
 from topkube.cli.plan.comparison import Comparison
 from topkube.cli.plan.options import PlanOptions
@@ -48,11 +48,17 @@ def print_table(comparison: Comparison, rows: list[dict[str, Any]], options: Pla
         listed = ", ".join(f"{name} {_format_seconds(value)}" for name, value in parts if value)
         print(f"{profile.name}: {listed}")
     print("\n".join(align_columns(lines, "", right=range(2, len(lines[0])))))
-    print(
-        f"-> is what {comparison.wanted} takes. An exchange is the lower bound of the cost model, without any overlap."
-    )
+    print(f"{_explain_choice(comparison)} An exchange is the lower bound of the cost model, without any overlap.")
     if comparison.profile is None:
         print("Add --compute SECONDS (forward and backward of one step) or --trace FILE to see how the job scales.")
+
+
+def _explain_choice(comparison: Comparison) -> str:
+    if comparison.wanted not in CHOICES:
+        return "-> marks the algorithm of the job."
+    if comparison.find_chosen() is None:
+        return f"What {comparison.wanted} takes depends on the time of a step: add --compute or --trace."
+    return f"-> marks what {comparison.wanted} takes."
 
 
 def print_sweep(swept: list[tuple[int, list[Prediction]]]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from topkube.algorithms import DENSE, OVERLAP, Algorithm
+from topkube.algorithms import OVERLAP, Algorithm
 from topkube.cli.plan.comparison import Comparison
 from topkube.cli.plan.options import PlanOptions, parse_size
 from topkube.cli.plan.progress import PlanProgress
@@ -79,7 +79,7 @@ def recommend(
     """Return the recommendations by name. A batch is a number of samples per rank with --batch, and a multiple of the
     present batch without it."""
     assert comparison.profile is not None
-    profile, situation, dense = comparison.profile, comparison.situation, comparison.resolve(DENSE)
+    profile, situation, dense = comparison.profile, comparison.situation, comparison.find_dense()
     fastest = min(comparison.listed, key=lambda algorithm: comparison.predict_step(algorithm).step)
     prediction = comparison.predict_step(chosen)
     factor = guidelines.find_batch_factor(profile, situation, chosen, EFFICIENCY)
@@ -121,7 +121,7 @@ def name_overlap(situation: Situation) -> str:
 
 
 def build_json(
-    comparison: Comparison, rows: Any, swept: Any, advice: dict[str, Any] | None, chosen: Algorithm
+    comparison: Comparison, rows: Any, swept: Any, advice: dict[str, Any] | None, chosen: Algorithm | None
 ) -> dict[str, Any]:
     """Return the whole result as plain data for --json."""
     machines, situation = comparison.machines, comparison.situation
@@ -136,7 +136,7 @@ def build_json(
         "overlap": name_overlap(situation),
         "delay": situation.delay,
         "wanted": comparison.wanted,
-        "chosen": chosen.name,
+        "chosen": chosen.name if chosen else None,
         "algorithms": rows,
     }
     if comparison.profile is not None:
