@@ -147,7 +147,7 @@ def read_comparison(options: PlanOptions) -> Comparison:
     node_weights = aggregation.node_weights if aggregation and not situation.is_decoupled else NODE_WEIGHTS.default
     choices = list_compressed_choices(node_weights) if may_compress else ()
     if profile is not None and not profile.on_cpu:
-        choices = tuple(choice for choice in keep_device_choices(choices) if choice.on_device)
+        choices = keep_device_choices(choices)
     return Comparison(situation, elements, wanted, listed, profile, model, choices)
 
 
