@@ -104,7 +104,7 @@ def list_compressed_choices(node_weights: str) -> tuple[Algorithm, ...]:
 
 def keep_device_choices(choices: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
     """Return those of `choices` that `auto` may take on GPUs."""
-    return tuple(c for c in choices if c.on_device or c.in_weights)
+    return tuple(choice for choice in choices if choice.trains_on_gpu)
 
 
 def find_least_change(

@@ -84,6 +84,7 @@ class Algorithm:
     `in_weights` is True if training keeps what was not sent in the node's weights: gradients are then reduced within
     the node only, and nodes exchange the changes of their weights in the optimizer's step (training/node_weights/). A
     model on a GPU then works too: the changes are compressed there or in host memory.
+    `is_for_comparisons` is True if other algorithms are better in all respects: no recommendation names it.
     From `two_stage_from` nodes on, these exchanges have two stages (collectives/two_stage.py). `corrects_second_moment`
     is True if the second moment of Adam, and the norms of LARS and LAMB, are corrected for the noise of one node's
     gradient. `has_outer_step` is True if the mean change of all nodes has a momentum of its own. `least_period` is the
@@ -115,6 +116,7 @@ class Algorithm:
     has_outer_step: bool = False
     least_period: int = 1
     small_traffic: Callable[[Workload], Traffic] | None = None
+    is_for_comparisons: bool = False
 
     def __post_init__(self) -> None:
         if len(self.name) > _LONGEST_NAME or not re.fullmatch(rf"{NAME}(\.{NAME})?", self.name):
@@ -178,6 +180,11 @@ class Algorithm:
     def needs_gpu(self) -> bool:
         """True if the algorithm reduces only tensors on a GPU."""
         return self.transport is Transport.NCCL
+
+    @property
+    def trains_on_gpu(self) -> bool:
+        """True if a model on a GPU can train with the algorithm: it reduces gradients there, or exchanges weights."""
+        return self.on_device or self.in_weights
 
     @property
     def residual(self) -> State | None:

@@ -123,6 +123,7 @@ NAIVE = Algorithm(
     traffic=own_traffic.count_naive_traffic,
     state=(RANK_RESIDUAL,),
     parameters=_SPARSE,
+    is_for_comparisons=True,
     implementation="topkube.collectives.sparse:Naive",
 )
 ONEBIT = Algorithm(
@@ -163,6 +164,7 @@ SIGNSGD = Algorithm(
     sends="one bit per element, and the mean magnitude of each block of 256",
     route=Route.ALL_GATHER,
     traffic=own_traffic.count_signsgd_traffic,
+    is_for_comparisons=True,
     implementation="topkube.collectives.codec_all_reduce:SignSgd",
 )
 INT8 = Algorithm(

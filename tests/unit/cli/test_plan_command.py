@@ -207,7 +207,21 @@ def test_a_built_in_model_is_planned_for_2_to_4096_nodes(capsys: Any) -> None:
         name: math.inf if break_even["fasterOnAllLinks"] else break_even["linkBitsPerSecond"]
         for name, break_even in advice["breakEven"].items()
     }
-    assert links["hitopk"] > links["naive"] > 25e9
+    assert links["hitopk"] > links["int8"] > 25e9
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_recommendations_name_only_algorithms_for_training_on_the_device(device: str, capsys: Any) -> None:
+    plan = read_plan("--compute", "0.3", "--workers", "4", "--link", "1Gbit/s", "--device", device, capsys=capsys)
+    rows = {row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]}
+    assert {"naive", "signsgd", "powersgd", "acpsgd"} < set(rows)
+    named = set(plan["advice"]["breakEven"])
+    assert {"int8", "onebit", "topk1bit"} < named
+    assert not named & {"naive", "signsgd"}, "they are for comparisons"
+    assert {"powersgd", "acpsgd", "gtopk", "oktopk"} & named == (
+        {"powersgd", "acpsgd", "gtopk", "oktopk"} if device == "cpu" else set()
+    )
+    assert plan["advice"]["fastest"] == min(named, key=rows.__getitem__)
 
 
 def test_a_faster_link_and_a_larger_batch_scale_better(capsys: Any) -> None:

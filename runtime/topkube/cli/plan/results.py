@@ -80,7 +80,8 @@ def recommend(
     present batch without it."""
     assert comparison.profile is not None
     profile, situation, dense = comparison.profile, comparison.situation, comparison.find_dense()
-    fastest = min(comparison.listed, key=lambda algorithm: comparison.predict_step(algorithm).step)
+    recommended = [algorithm for algorithm in comparison.listed if _is_recommended(algorithm, profile)]
+    fastest = min(recommended, key=lambda algorithm: comparison.predict_step(algorithm).step)
     prediction = comparison.predict_step(chosen)
     factor = guidelines.find_batch_factor(profile, situation, chosen, EFFICIENCY)
     largest_batch = None
@@ -91,9 +92,7 @@ def recommend(
         )
     search = guidelines.BreakEvenSearch(profile, situation, dense)
     break_even_links = {
-        algorithm.name: search.find(algorithm)
-        for algorithm in progress.track(comparison.listed)
-        if algorithm.compresses
+        algorithm.name: search.find(algorithm) for algorithm in progress.track(recommended) if algorithm.compresses
     }
     return {
         "efficiency": EFFICIENCY,
@@ -111,6 +110,12 @@ def recommend(
             for name, row in break_even_links.items()
         },
     }
+
+
+def _is_recommended(algorithm: Algorithm, profile: StepProfile) -> bool:
+    """Return True if a recommendation may name the algorithm: it trains on this device, and not for comparisons."""
+    trains_here = not algorithm.needs_gpu if profile.on_cpu else algorithm.trains_on_gpu
+    return trains_here and not algorithm.is_for_comparisons
 
 
 def name_overlap(situation: Situation) -> str:
