@@ -103,9 +103,15 @@ def _check_numbers(profile: StepProfile) -> None:
 
 def add_host_costs(profile: StepProfile, others: Iterable[StepProfile]) -> StepProfile:
     """Return `profile` with the host costs that other traces of the same training add. Costs that were measured with
-    large buckets take precedence."""
+    large buckets take precedence. Raises TraceError if the model of a trace has another number of parameters."""
     host = dict(profile.host)
     for other in others:
+        if other.elements != profile.elements:
+            raise TraceError(
+                f"{profile.name} has {profile.elements:,} parameters, and {other.name} has {other.elements:,}",
+                cause="the traces are of different models",
+                next_step="pass traces of one model with different algorithms",
+            )
         for algorithm, measured in other.host.items():
             if algorithm not in host or not host[algorithm].per_element:
                 host[algorithm] = measured

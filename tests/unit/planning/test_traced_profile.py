@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from topkube.planning.traced_profile import read_traced_profile
+from topkube.planning.traced_profile import add_host_costs, read_traced_profile
 from topkube.telemetry.trace_files import TraceError
 
 Event = dict[str, Any]
@@ -122,6 +122,20 @@ def test_the_latency_that_the_ranks_measured_counts() -> None:
 def test_no_latency_is_known_without_a_short_dense_exchange(bucket_elements: dict[int, int], algorithm: str) -> None:
     """The bytes of a bucket of 1 MiB take 8 ms here; those of a compressed bucket are unknown."""
     assert read_traced_profile(build_trace(bucket_elements, algorithm)).latency is None
+
+
+def test_traces_of_one_model_add_their_costs() -> None:
+    profiles = [
+        read_traced_profile(build_trace({0: elements}, algorithm), name)
+        for name, elements, algorithm in [
+            ("a.json", 1 << 20, "hierarchical"),
+            ("b.json", 1 << 20, "int8"),
+            ("c.json", 1 << 21, "int8"),
+        ]
+    ]
+    assert set(add_host_costs(profiles[0], profiles[1:2]).host) == {"hierarchical", "int8"}
+    with pytest.raises(TraceError, match=r"a\.json has 1,048,576 parameters, and c\.json has 2,097,152"):
+        add_host_costs(profiles[0], profiles[1:])
 
 
 @pytest.mark.parametrize(
