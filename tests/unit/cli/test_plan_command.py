@@ -366,6 +366,38 @@ def test_a_trace_of_onebit_measures_the_exchange_of_weights() -> None:
     assert step[1] == pytest.approx(0.050 + 0.0015 + agreement)  # what is added to the weights is not hidden
 
 
+def test_measured_steps_are_not_compared_with_bounds(tmp_path: Path, capsys: Any) -> None:
+    """The thread of the traced algorithm takes 100 ms for a bucket: far longer than any bound."""
+    paths = {}
+    for algorithm in ("hierarchical", "int8"):
+        content = build_trace()
+        [step] = [event for event in content["traceEvents"] if event["cat"] == "step"]
+        step["args"]["communication_cpu_ms"] = 100.0
+        args = {"bucket": 0, "elements": 3_000_000, "itemsize": 4, "algorithm": algorithm}
+        place = {"name": "bucket 0", "pid": 0, "tid": 2, "ts": 50e3, "dur": 1e3, "tdur": 1e3}
+        content["traceEvents"].append({"ph": "X", "cat": "bucket", **place, "args": args})
+        content["otherData"] |= {"nodes": 2, "ranksPerNode": [1, 1]}
+        paths[algorithm] = tmp_path / f"{algorithm}.json"
+        paths[algorithm].write_text(json.dumps(content))
+    dense = tmp_path / "dense.yaml"
+    dense.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense"))
+    options = [str(dense), "--slots", "1", "--link", "10Gbit/s", "--trace", str(paths["hierarchical"])]
+    for others, measured in (([], {"hierarchical"}), (["--trace", str(paths["int8"])], {"hierarchical", "int8"})):
+        plan = read_plan(*options, *others, capsys=capsys)
+        steps = {row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]}
+        assert {row["algorithm"] for row in plan["algorithms"] if row["measured"]} == measured
+        assert steps["int4"] < steps["hierarchical"], "a bound is shorter"
+        assert plan["advice"]["fastest"] in measured
+        assert {name for name, row in plan["advice"]["breakEven"].items() if row["comparable"]} == measured & {"int8"}
+    assert run_app(["plan", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith('With "bound", ') for line in lines)
+    rows = {name: next(line.split() for line in lines if f" {name} " in line) for name in ("hierarchical", "int8")}
+    assert (rows["hierarchical"][-1], rows["int8"][-1]) == ("measured", "bound")
+    [break_even] = [line for line in lines if line.startswith("break-even: int8 ")]
+    assert break_even.endswith("(compares a measured step with a bound)")
+
+
 def build_trace() -> dict[str, Any]:
     """Return the trace of a step of 60 ms, of which the thread computes 50 ms."""
 

@@ -82,6 +82,12 @@ class Comparison:
         dense_seconds, seconds = self.predict_step(dense).step, [self.predict_step(one).step for one in allowed]
         return find_least_change(allowed, seconds, dense_seconds, dense_seconds) or dense
 
+    def is_measured(self, algorithm: Algorithm) -> bool:
+        """Return True if a trace has measured the work of the communication thread for large buckets with the
+        algorithm. Otherwise this work is the lower bound of the cost model."""
+        host = self.profile.host.get(algorithm.name) if self.profile else None
+        return host is not None and host.per_element > 0
+
     def predict_step(self, algorithm: Algorithm) -> Prediction:
         """Return the prediction of a step on this cluster with the algorithm. The time of a step must be known."""
         assert self.profile is not None

@@ -33,12 +33,15 @@ def describe_situation(comparison: Comparison, options: PlanOptions, with_nodes:
 def print_table(comparison: Comparison, rows: list[dict[str, Any]], options: PlanOptions) -> None:
     """Print a row for each algorithm, with its step if the time of a step is known."""
     head = ["", "all-reduce", "a node sends", "between nodes", "inside a node", "exchange"]
-    lines = [head + (["step", "scaling"] if comparison.profile else [])]
+    has_measured_rows = any(row.get("measured") for row in rows)
+    lines = [head + (["step", "scaling"] if comparison.profile else []) + (["thread"] if has_measured_rows else [])]
     for row in rows:
         cells = ["->" if row["chosen"] else "", row["algorithm"], format_bytes(row["sentBytes"])]
         cells += [_format_seconds(row[f"{part}Seconds"]) for part in ("between", "inside", "exchange")]
         if comparison.profile:
             cells += [_format_seconds(row["stepSeconds"]), f"{row['efficiency']:.0%}"]
+        if has_measured_rows:
+            cells.append("measured" if row["measured"] else "bound")
         lines.append(cells)
     print(describe_situation(comparison, options))
     if comparison.profile:
@@ -49,6 +52,11 @@ def print_table(comparison: Comparison, rows: list[dict[str, Any]], options: Pla
         print(f"{profile.name}: {listed}")
     print("\n".join(align_columns(lines, "", right=range(2, len(lines[0])))))
     print(f"{_explain_choice(comparison)} An exchange is the lower bound of the cost model, without any overlap.")
+    if has_measured_rows and not all(row["measured"] for row in rows):
+        print(
+            'With "bound", the work of the communication thread is a lower bound, so the step is too short in'
+            ' comparison with "measured". Add traces of these algorithms with --trace.'
+        )
     if comparison.profile is None:
         print("Add --compute SECONDS (forward and backward of one step) or --trace FILE to see how the job scales.")
 
@@ -105,7 +113,8 @@ def print_recommendations(advice: dict[str, Any], options: PlanOptions) -> None:
             links = f"on links below {_format_rate(link)}"
         else:
             links = "on every link" if row["fasterOnAllLinks"] else "on no link"
-        print(f"break-even: {algorithm} saves at least {guidelines.LEAST_SAVING:.0%} of the dense step {links}")
+        note = "" if row["comparable"] else " (compares a measured step with a bound)"
+        print(f"break-even: {algorithm} saves at least {guidelines.LEAST_SAVING:.0%} of the dense step {links}{note}")
 
 
 def _format_rate(bits: float) -> str:

@@ -54,7 +54,7 @@ def predict_exchange(comparison: Comparison, algorithm: Algorithm, chosen: bool)
         "stateBytes": algorithm.state_bytes(situation.build_workload(algorithm, comparison.elements)),
     }
     if comparison.profile is not None:
-        row |= _describe_step(comparison.predict_step(algorithm))
+        row |= _describe_step(comparison.predict_step(algorithm)) | {"measured": comparison.is_measured(algorithm)}
     return row
 
 
@@ -77,11 +77,15 @@ def recommend(
     comparison: Comparison, options: PlanOptions, chosen: Algorithm, progress: PlanProgress
 ) -> dict[str, Any]:
     """Return the recommendations by name. A batch is a number of samples per rank with --batch, and a multiple of the
-    present batch without it."""
+    present batch without it. A measured step is longer than a bound, so the fastest algorithm is that of a step that
+    is measured if the step of `chosen` is, and a bound if it is a bound."""
     assert comparison.profile is not None
     profile, situation, dense = comparison.profile, comparison.situation, comparison.find_dense()
     recommended = [algorithm for algorithm in comparison.listed if _is_recommended(algorithm, profile)]
-    fastest = min(recommended, key=lambda algorithm: comparison.predict_step(algorithm).step)
+    comparable = [
+        algorithm for algorithm in recommended if comparison.is_measured(algorithm) == comparison.is_measured(chosen)
+    ]
+    fastest = min(comparable, key=lambda algorithm: comparison.predict_step(algorithm).step, default=chosen)
     prediction = comparison.predict_step(chosen)
     factor = guidelines.find_batch_factor(profile, situation, chosen, EFFICIENCY)
     largest_batch = None
@@ -92,7 +96,7 @@ def recommend(
         )
     search = guidelines.BreakEvenSearch(profile, situation, dense)
     break_even_links = {
-        algorithm.name: search.find(algorithm) for algorithm in progress.track(recommended) if algorithm.compresses
+        algorithm: search.find(algorithm) for algorithm in progress.track(recommended) if algorithm.compresses
     }
     return {
         "efficiency": EFFICIENCY,
@@ -106,8 +110,12 @@ def recommend(
         "overlap": _compare_overlaps(profile, situation, chosen),
         "delay": _compare_delays(profile, situation, chosen),
         "breakEven": {
-            name: {"linkBitsPerSecond": None if row.link is None else row.link * 8, "fasterOnAllLinks": row.is_faster}
-            for name, row in break_even_links.items()
+            algorithm.name: {
+                "linkBitsPerSecond": None if row.link is None else row.link * 8,
+                "fasterOnAllLinks": row.is_faster,
+                "comparable": comparison.is_measured(algorithm) == comparison.is_measured(dense),
+            }
+            for algorithm, row in break_even_links.items()
         },
     }
 
