@@ -29,7 +29,7 @@ from topkube.algorithms import (
     sort_choices_by_time,
 )
 from topkube.cli.plan.model_profile import count_parameters, read_profile
-from topkube.cli.plan.options import PlanOptions, parse_number, parse_size
+from topkube.cli.plan.options import PlanOptions, parse_link, parse_memory_rate, parse_size
 from topkube.errors import ArgumentError
 from topkube.job import Aggregation, TrainingJob
 from topkube.planning.models import Model
@@ -111,8 +111,8 @@ def read_comparison(options: PlanOptions) -> Comparison:
     slots = options.slots or (spec.slots_per_worker if spec else 1)
     density, wire, dense_wire = _read_formats(options, aggregation)
     period = _read_period(options, aggregation)
-    link = parse_number(options.link, r"(?:bit|b)(?:/s|ps)?", "--link") / 8
-    memory = parse_size(options.memory, "/s", "--memory")
+    link = parse_link(options.link, "--link")
+    memory = parse_memory_rate(options.memory, "--memory")
     if options.device not in (None, "cpu", "gpu"):
         raise ArgumentError(f"--device is {options.device!r}", next_step="choose cpu or gpu")
     profile, model = read_profile(options)
@@ -161,7 +161,7 @@ def _check_device_memory(options: PlanOptions, profile: StepProfile | None, mode
     """Raise ArgumentError if --device-memory is no size, or has no effect."""
     if options.device_memory is None:
         return
-    parse_size(options.device_memory, "", "--device-memory")
+    parse_size(options.device_memory, "--device-memory")
     if model is None or profile is None:
         raise ArgumentError(
             "--device-memory is set, and the largest batch is unknown",

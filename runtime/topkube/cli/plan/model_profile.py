@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
-from topkube.cli.plan.options import PlanOptions, parse_number
+from topkube.cli.plan.options import PlanOptions, parse_count, parse_operations_rate, parse_seconds
 from topkube.errors import ArgumentError
 from topkube.planning.models import Model, find_model
 from topkube.planning.profile import StepProfile, build_uniform_profile
@@ -16,7 +15,7 @@ from topkube.telemetry.trace_files import read_trace
 
 def count_parameters(options: PlanOptions) -> int:
     """Return the number of parameters that --parameters states, by default 25.6 million (ResNet-50)."""
-    return int(parse_number(options.parameters or "25.6M", "", "--parameters", least=1))
+    return int(parse_count(options.parameters or "25.6M", "--parameters"))
 
 
 def read_profile(options: PlanOptions) -> tuple[StepProfile | None, Model | None]:
@@ -58,9 +57,9 @@ def _read_compute_seconds(options: PlanOptions, model: Model | None) -> float | 
     """Return the seconds of forward and backward that --compute states; None without this option."""
     if options.compute is None:
         return None
-    if not re.search(r"FLOP", options.compute):
-        return parse_number(options.compute, "s?", "--compute")
-    rate = parse_number(options.compute, r"FLOP(?:/s|S)", "--compute")
+    if "flop" not in options.compute.lower():
+        return parse_seconds(options.compute, "--compute")
+    rate = parse_operations_rate(options.compute, "--compute")
     if model is None or options.batch is None:
         raise ArgumentError(
             f"--compute is {options.compute!r}, a rate", next_step="add --model and --batch, or pass seconds"

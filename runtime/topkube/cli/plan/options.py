@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from topkube.errors import ArgumentError
-from topkube.job.base.quantity import parse_quantity
 
 _LEAST, _MOST = 1e-9, 1e18
 """The bounds of all numbers with units: beyond them, a number is a slip, and its results would mean nothing."""
-_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-_EXAMPLES = {
+_NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)((?i:e)[+-]?[0-9]+)?"
+_PREFIX = r"(?P<prefix>[kKmMgGtTpPeE]i?|)"
+_SCALES = {
+    "": 1.0,
+    **{prefix: 1e3**power for power, prefix in enumerate("kmgtpe", 1)},
+    **{f"{prefix}i": 1024.0**power for power, prefix in enumerate("kmgtpe", 1)},
+}
+_FORMS = {
     "--parameters": "25.6M or 7B",
-    "--link": "10Gbit/s or 400Mbit",
-    "--memory": "20GB/s or 3.3TB/s",
-    "--compute": "0.15 (seconds) or 60TFLOP/s",
+    "--link": "10Gbit/s, 400Mbit, 10Gbps or 1.25GB/s; b stands for bits, B for bytes",
+    "--memory": "20GB/s, 3.3TB/s or 16GiB/s",
+    "--compute": "0.15 (seconds), 150ms or 60TFLOP/s",
     "--device-memory": "16GB or 80GiB",
 }
+"""The accepted forms of each option, for people."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +59,48 @@ class PlanOptions:
     json: bool
 
 
-def parse_number(text: str, unit: str, option: str, least: float = _LEAST) -> float:
-    """Return the number that `text`, the value of `option`, states: 25600000.0 for '25.6M'.
-
-    `unit` is the pattern of a unit that may follow, such as bit/s. Raises ArgumentError with an example of the option,
-    also for a number below `least`, or one that no machine or model has.
-    """
-    match = re.fullmatch(rf"([0-9.]+(?:e-?[0-9]+)?)\s*([kMGBT]?)(?:{unit})?", text.strip())
-    try:
-        value = float(match[1]) * _SCALES[match[2]] if match else 0.0
-    except ValueError:
-        value = 0.0
-    return _check_bounds(value, least, text, option)
+def parse_count(text: str, option: str) -> float:
+    """Return the number that `text`, the value of `option`, states: 25600000.0 for '25.6M'. Raises ArgumentError, as
+    the functions below, with the accepted forms of the option, also for a number that no machine or model has."""
+    return _parse(text, option, {r"(?P<prefix>[kKmMgGtT]?)": 1.0, "[bB]": 1e9}, least=1.0)
 
 
-def parse_size(text: str, unit: str, option: str) -> float:
-    """Return the bytes that `text`, the value of `option`, states: 16e9 for '16GB' and 16 * 2**30 for '16GiB'. `unit`
-    and the errors are as in `parse_number`; the B of bytes may be left out."""
-    match = re.fullmatch(rf"(\S+?)\s*([kMGTPE]|[KMGTPE]i)?B?(?:{unit})?", text.strip())
-    quantity = parse_quantity(match[1] + (match[2] or "")) if match else None
-    return _check_bounds(float(quantity or 0), 1.0, text, option)
+def parse_link(text: str, option: str) -> float:
+    """Return the bytes per second of a link: 1.25e9 for '10Gbit/s', and 1e9 for '1GB/s'. Without a B, a prefix counts
+    bits. A number alone is refused."""
+    prefix = r"(?P<prefix>[kKmMgGtT]?)"
+    bits = {rf"{prefix}(?:b|(?i:bits?))(?i:/s|ps)?": 1 / 8, r"(?P<prefix>[kKmMgGtT])": 1 / 8}
+    return _parse(text, option, {**bits, rf"{_PREFIX}(?:B|(?i:bytes?))(?:/s|ps)?": 1.0}, least=_LEAST / 8)
 
 
-def _check_bounds(value: float, least: float, text: str, option: str) -> float:
+def parse_memory_rate(text: str, option: str) -> float:
+    """Return bytes per second: 20e9 for '20GB/s' or '20G', and 16 * 2**30 for '16GiB/s'. A number alone is refused."""
+    return _parse(text, option, {rf"{_PREFIX}B(?i:/s|ps)?": 1.0, rf"(?!/|$){_PREFIX}(?i:/s)?": 1.0}, least=1.0)
+
+
+def parse_size(text: str, option: str) -> float:
+    """Return bytes: 16e9 for '16GB' and 16 * 2**30 for '16GiB' or '16Gi'. A number alone is refused."""
+    return _parse(text, option, {rf"{_PREFIX}[bB]": 1.0, rf"(?!$){_PREFIX}": 1.0}, least=1.0)
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """Return seconds: 0.15 for '0.15', '0.15s' or '150ms'."""
+    return _parse(text, option, {"(?i:s?)": 1.0, "(?i:ms)": 1e-3, "(?i:us)": 1e-6})
+
+
+def parse_operations_rate(text: str, option: str) -> float:
+    """Return floating-point operations per second: 60e12 for '60TFLOP/s' or '60TFLOPS'."""
+    return _parse(text, option, {rf"{_PREFIX}(?i:flop(?:s|/s|s/s|ps))": 1.0})
+
+
+def _parse(text: str, option: str, units: Mapping[str, float], least: float = _LEAST) -> float:
+    """Return the number of `text` in the unit that follows it. `units` has the factor by the pattern of the unit, whose
+    group `prefix` may contain a prefix such as k or Gi."""
+    value = 0.0
+    for unit, factor in units.items():
+        if match := re.fullmatch(rf"{_NUMBER}\s*{unit}", text.strip()):
+            value = float(match[1] + (match[2] or "")) * _SCALES[match.groupdict().get("prefix", "").lower()] * factor
+            break
     if not least <= value <= _MOST:
-        raise ArgumentError(f"{option} is {text!r}", next_step=f"write it as {_EXAMPLES[option]}")
+        raise ArgumentError(f"{option} is {text!r}", next_step=f"write it as {_FORMS[option]}")
     return value

@@ -90,7 +90,7 @@ def recommend(
     factor = guidelines.find_batch_factor(profile, situation, chosen, EFFICIENCY)
     largest_batch = None
     if options.device_memory is not None and comparison.model is not None:
-        memory = parse_size(options.device_memory, "", "--device-memory")
+        memory = parse_size(options.device_memory, "--device-memory")
         largest_batch = guidelines.count_most_samples(
             memory, comparison.elements, comparison.model.activations, chosen, situation
         )
