@@ -147,10 +147,11 @@ def _build_command(target: Target) -> list[str]:
     if target.is_module:
         return ["python", "-m", target.program]
     path = Path(target.program)
-    if not path.is_file():
+    if not _is_file(path):
+        is_folder = bool(target.program) and os.path.isdir(path)
         raise JobError(
-            f"{target.program} does not exist",
-            cause="the path is misspelt, or it is relative to another directory",
+            f"{target.program!r} is a folder" if is_folder else f"{target.program!r} does not exist",
+            cause="" if is_folder else "the path is misspelt, or it is relative to another directory",
             next_step="pass a script (train.py), the file of a TrainingJob (job.yaml), or -m MODULE",
         )
     program = target.program if target.root is None else _find_path_in(target.root, path)
@@ -163,6 +164,13 @@ def _build_command(target: Target) -> list[str]:
             next_step="rename the file, or make it executable: chmod +x",
         )
     return [program if "/" in program else f"./{program}"]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # the name is longer than a file name may be
+        return False
 
 
 def _find_path_in(root: Path, path: Path) -> str:

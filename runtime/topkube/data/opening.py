@@ -149,8 +149,14 @@ def _choose_job(uri: str, settings: Settings, place: RankPlace) -> str:
 def resolve_address(uri: str, settings: Settings) -> str:
     """Return the address of a dataset. If `uri` is the mountPath of the job, this is the address in the job's spec; for
     a folder below the mountPath, it is the address of that folder in the remote, because the files below the mountPath
-    are those that have arrived on this node. A local path becomes a file:// address. Raises DatasetError for a folder
-    of a dataset whose address is a manifest."""
+    are those that have arrived on this node. A local path becomes a file:// address. Raises DatasetError for an empty
+    address, and for a folder of a dataset whose address is a manifest."""
+    if not uri.strip():
+        raise DatasetError(
+            "the address of the dataset is empty",
+            cause="a variable of the shell or of the script is not set",
+            next_step="pass a URI or a path; the current directory is .",
+        )
     if "://" in uri:
         return uri
     path = os.path.normpath(uri)

@@ -189,5 +189,5 @@ def _read_text(source: str | bytes | FilePath) -> tuple[str | bytes, str]:
 def _build_mistakes_error(name: str, problems: list[str]) -> JobError:
     count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
     return JobError(
-        f"{name} has {count}", problems, next_step="correct the file; docs/trainingjob.md explains every field"
+        f"{name} has {count}", problems, next_step="correct the values; docs/trainingjob.md explains every field"
     )

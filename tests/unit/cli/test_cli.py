@@ -56,7 +56,7 @@ def test_a_file_with_three_mistakes_names_all_three(tmp_path: Path) -> None:
     assert "spec.workers (line 6): 'two' is not a whole number of at least 1" in ended.stderr
     assert "spec.aggregation.densty (line 8): unknown field; did you mean density?" in ended.stderr
     assert "spec.aggregation.wire (line 8): 'bf8' is not one of fp32, bf16, fp16; did you mean bf16?" in ended.stderr
-    assert "\nnext: correct the file; docs/trainingjob.md explains every field" in ended.stderr
+    assert "\nnext: correct the values; docs/trainingjob.md explains every field" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "runs").exists()
 

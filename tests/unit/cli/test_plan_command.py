@@ -476,6 +476,17 @@ def build_trace() -> dict[str, Any]:
     return {"otherData": {"nodes": 1, "ranksPerNode": [1], "cores": 2, "threads": 1}, "traceEvents": events}
 
 
+def test_recommendations_for_a_slow_link_and_a_small_device_are_sentences(capsys: Any) -> None:
+    options = ["--model", "resnet50", "--compute", "1ms", "--link", "100Mbit/s", "--workers", "4"]
+    assert run_app(["plan", *options, "--device-memory", "100MB"]) == 0
+    out = capsys.readouterr().out
+    assert "workers for the same total batch: 1 rank keeps 80%\n" in out
+    assert "batch: the model does not fit into 100MB, not even with one sample per rank\n" in out
+    [factor] = [line.split()[1] for line in out.splitlines() if "x the present batch" in line]
+    assert "e" not in factor
+    assert float(factor.replace(",", "")) > 100
+
+
 def test_the_plot_is_a_png_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"

@@ -67,7 +67,10 @@ def test_options_replace_the_fields_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (Target("nope.py"), "nope.py does not exist"),
+        (Target("nope.py"), "'nope.py' does not exist"),
+        (Target(""), "'' does not exist"),
+        (Target("n" * 300), "nnn' does not exist"),
+        (Target("."), "'.' is a folder"),
         (Target("data.txt"), "is neither a Python script, nor the file of a TrainingJob, nor executable"),
         (Target(str(CHAR_GPT), arguments=("--epochs",)), "arguments after -- cannot be used with the file"),
         (Target(str(CHAR_GPT), image="mine:1"), "--image cannot be used with the file"),

@@ -43,6 +43,12 @@ def command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     return Command(tmp_path / "cache", capfd)
 
 
+@pytest.mark.parametrize("words", [("warm", ""), ("manifest", ""), ("check", ""), ("pin", " ")])
+def test_an_empty_address_is_refused(words: tuple[str, ...], command: Command, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    assert "the address of the dataset is empty" in command(*words, code=2)
+
+
 def test_a_dataset_is_warmed_listed_checked_pinned_and_evicted(command: Command, tmp_path: Path) -> None:
     write_tars(tmp_path / "source", [5, 6])
     size = sum(path.stat().st_size for path in (tmp_path / "source").iterdir())

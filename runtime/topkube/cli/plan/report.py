@@ -91,22 +91,28 @@ def print_recommendations(advice: dict[str, Any], options: PlanOptions) -> None:
         if nodes > 1
         else f"workers: two already scale below {scaling} with {name}; use a larger batch per rank or a faster link"
     )
-    print(f"workers for the same total batch: {advice['ranksOfThisTotalBatch']:,} ranks keep {scaling}")
+    ranks = advice["ranksOfThisTotalBatch"]
+    print(f"workers for the same total batch: {f'{ranks:,} ranks keep' if ranks > 1 else '1 rank keeps'} {scaling}")
     factor = advice["batchFactor"]
     if factor is None:
         print(f"batch: no batch per rank reaches {scaling} on this cluster with {name}")
     elif advice["batch"] is not None:
         print(f"batch: {advice['batch']:,} samples per rank are enough for {scaling} with {name}")
     else:
-        print(f"batch: {factor:.2g} x the present batch per rank is enough for {scaling} with {name}")
+        shown = f"{factor:,.0f}" if factor >= 10 else f"{factor:.2g}"
+        print(f"batch: {shown} x the present batch per rank is enough for {scaling} with {name}")
     if (steps := advice["overlap"]) is not None:
         ratio, texts = steps["backward"] / steps["dear"], {key: _format_seconds(value) for key, value in steps.items()}
         print(f"overlap: a step of {name} takes {texts['dear']} with dear, {texts['backward']} without: {ratio:.2f}x")
     if (steps := advice["delay"]) is not None:
         ratio, texts = steps["0"] / steps["1"], {key: _format_seconds(value) for key, value in steps.items()}
         print(f"delay: a step of {name} takes {texts['1']} with delay 1, {texts['0']} without: {ratio:.2f}x")
-    if advice["largestBatchInMemory"] is not None:
-        print(f"batch: {options.device_memory} hold at most {advice['largestBatchInMemory']:,} samples per rank")
+    if (samples := advice["largestBatchInMemory"]) is not None:
+        print(
+            f"batch: {options.device_memory} hold at most {samples:,} samples per rank"
+            if samples
+            else f"batch: the model does not fit into {options.device_memory}, not even with one sample per rank"
+        )
     for algorithm, row in advice["breakEven"].items():
         link = row["linkBitsPerSecond"]
         if link is not None:
