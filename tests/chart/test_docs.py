@@ -205,6 +205,14 @@ def test_the_first_command_of_the_quickstart_runs() -> None:
         assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_the_function_in_the_page_of_the_client_trains(tmp_path: Path) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text(read_blocks(DOCS / "sdk.md", "python")[0])
+    run = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert 0 < float(run.stdout.split()[-1]) < 2.3, "less than the loss of a guess"
+
+
 def test_the_plan_in_the_docs_is_the_output_of_the_command() -> None:
     plans = [block for block in read_blocks(DOCS / "cli.md", "console") if block.startswith("$ topkube plan ")]
     assert plans
