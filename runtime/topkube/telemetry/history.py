@@ -28,6 +28,8 @@ class History:
     dense: array[int] = field(default_factory=lambda: array("q"))
     times: array[float] = field(default_factory=lambda: array("d"))
     last: StepRecord | None = None
+    is_measured: bool = False
+    """True if records have times and bytes: a script with a loop of its own, without `run.progress`, reports none."""
 
     def add(self, record: StepRecord) -> None:
         """Add a step. If the history already has this step or later steps, they were repeated after a restart: the new
@@ -45,6 +47,7 @@ class History:
         self.dense.append(record.dense_bytes)
         self.times.append(record.time)
         self.last = record
+        self.is_measured |= bool(record.seconds)
 
     def _list_columns(self) -> list[array[int] | array[float]]:
         integer_columns = [self.steps, self.samples, self.sent, self.between, self.dense]
@@ -56,7 +59,9 @@ class History:
 
     @property
     def samples_per_second(self) -> float | None:
-        """The rate over the integer_columns run, from the first record to the last."""
+        """The rate over the whole run, from the first record to the last; None if unknown."""
+        if not any(self.samples):
+            return None
         if len(self.times) < 2 or self.times[-1] <= self.times[0]:
             return self.last.samples_per_second if self.last and self.last.samples_per_second else None
         return sum(self.samples[1:]) / (self.times[-1] - self.times[0])

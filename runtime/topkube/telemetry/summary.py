@@ -17,7 +17,7 @@ EDGE = 10
 @dataclass(frozen=True)
 class Summary:
     """The numbers of a run. Losses are None if the script reported no loss. Seconds are per step; bytes are sums over
-    all ranks."""
+    all ranks. Without measured steps, there are no seconds, and bytes are None."""
 
     steps: int
     total_steps: int | None
@@ -27,9 +27,9 @@ class Summary:
     """The first and the final loss are each the mean over this many steps; 0 if the script reported no loss."""
     samples_per_second: float | None
     seconds_per_step: dict[str, float] = field(default_factory=dict)
-    bytes_between_nodes: int = 0
-    bytes_sent: int = 0
-    bytes_dense: int = 0
+    bytes_between_nodes: int | None = None
+    bytes_sent: int | None = None
+    bytes_dense: int | None = None
     """The bytes that a dense ring would have sent between nodes (with one node: inside the node)."""
     skipped_steps: int = 0
     choice: str | None = None
@@ -41,7 +41,7 @@ class Summary:
 
 def summarize(history: History, nodes: int, ranks: int) -> Summary:
     """Return the summary of a run of `ranks` ranks on `nodes` nodes."""
-    steps = len(history.steps)
+    steps, is_measured = len(history.steps), history.is_measured
     first_loss, final_loss, loss_steps = average_edge_losses(history.losses)
     return Summary(
         steps=history.last.step if history.last else 0,
@@ -50,10 +50,10 @@ def summarize(history: History, nodes: int, ranks: int) -> Summary:
         final_loss=final_loss,
         loss_steps=loss_steps,
         samples_per_second=history.samples_per_second,
-        seconds_per_step={part: sum(history.seconds[part]) / steps for part in PARTS} if steps else {},
-        bytes_between_nodes=sum(history.between),
-        bytes_sent=sum(history.sent),
-        bytes_dense=count_sent_bytes(history, nodes, ranks)[1],
+        seconds_per_step={part: sum(history.seconds[part]) / steps for part in PARTS} if is_measured else {},
+        bytes_between_nodes=sum(history.between) if is_measured else None,
+        bytes_sent=sum(history.sent) if is_measured else None,
+        bytes_dense=count_sent_bytes(history, nodes, ranks)[1] if is_measured else None,
         skipped_steps=history.last.skipped_steps if history.last else 0,
         choice=history.last.choice if history.last else None,
     )

@@ -149,3 +149,23 @@ def test_a_source_for_pods_has_no_effect_here_and_is_reported(tmp_path: Path) ->
     assert ended.returncode == 0, ended.stderr
     assert "note: spec.source has no effect without a cluster; the ranks run in " in ended.stdout
     assert "note: spec.setup has no effect without a cluster" in ended.stdout
+
+
+def test_a_run_without_run_progress_says_what_is_unknown(tmp_path: Path) -> None:
+    """Rank 0 reports its steps as the optimizer does in a loop of its own."""
+    lines = [
+        "import os, pathlib, topkube",
+        "from topkube.telemetry.progress import ProgressWriter, StepRecord",
+        "topkube.init()",
+        "if topkube.rank() == 0:",
+        "    writer = ProgressWriter(pathlib.Path(os.environ['TOPKUBE_RUN_DIRECTORY']))",
+        "    writer.write(StepRecord(1, None, time=1.0))",
+        "    writer.write(StepRecord(2, None, time=2.0))",
+    ]
+    job = write_job(tmp_path, ["python", "-c", "\n".join(lines)])
+    ended = run_job(job, tmp_path, "--no-plot")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^loss, times and bytes are unknown: use .* run\.progress", ended.stdout, re.M)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["samplesPerSecond"], summary["bytesSent"]) == (2, None, None)
+    assert set(summary["secondsPerStep"].values()) == {None}

@@ -168,9 +168,19 @@ def test_numbers_are_short_and_have_units() -> None:
 def test_the_summary_holds_averages_of_the_first_and_last_steps() -> None:
     empty = summarize(History(), 1, 1)
     assert (empty.steps, empty.first_loss, empty.samples_per_second, empty.seconds_per_step) == (0, None, None, {})
+    assert (empty.bytes_between_nodes, empty.bytes_sent, empty.bytes_dense) == (None, None, None)
     summary = summarize(build_history(*(build_record(n, loss=None if n % 2 else float(n)) for n in range(1, 41))), 1, 1)
     assert summary.first_loss == np.mean(np.arange(2, 21, 2))
     assert summary.final_loss == np.mean(np.arange(22, 41, 2))
+
+
+def test_without_run_progress_only_the_steps_are_known() -> None:
+    own_loop = build_history(*(build_record(n, total_steps=None, loss=None, samples=0) for n in (1, 2)))
+    summary = summarize(own_loop, 2, 4)
+    assert (summary.steps, summary.samples_per_second, summary.seconds_per_step) == (2, None, {})
+    assert (summary.bytes_between_nodes, summary.bytes_sent, summary.bytes_dense) == (None, None, None)
+    own_loop.add(build_record(3, seconds={"forward": 1.0}, inter_bytes=5, dense_bytes=10))
+    assert summarize(own_loop, 2, 4).bytes_between_nodes == 5
 
 
 def test_the_plot_ends_with_the_loss_of_the_summary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

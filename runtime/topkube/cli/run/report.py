@@ -96,11 +96,9 @@ def report_run(watch: RunWatch, failure: LaunchError | None) -> None:
     else:
         for name, value in rows:
             say(console, f"{name:<20} {value}")
-    if not history.steps and outcome == "succeeded":
-        say(
-            console,
-            "no steps were reported: use `with topkube.checkpointing(...) as run` and run.progress(...) in the script",
-        )
+    if not history.is_measured and outcome == "succeeded":
+        unknown = "loss, times and bytes are unknown" if history.steps else "no steps were reported"
+        say(console, f"{unknown}: use `with topkube.checkpointing(...) as run` and run.progress(...) in the script")
 
 
 def build_result_table(rows: list[tuple[str, str]]) -> Table:

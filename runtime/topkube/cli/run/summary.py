@@ -25,13 +25,13 @@ class _Values(BaseModel):
 
 
 class PartsOfStep(_Values):
-    """Mean seconds of a step by part. The parts add up to the step; all are 0 if the script reported no steps."""
+    """Mean seconds of a step by part. The parts add up to the step; all are null without steps of `run.progress`."""
 
-    wait_for_data: float = Field(default=0.0, description="wait for the next batch")
-    compute: float = Field(default=0.0, description="forward, backward without the exchange, and update")
-    select: float = Field(default=0.0, description="selection of the largest entries")
-    inside_node: float = Field(default=0.0, description="exchange between the ranks of a node")
-    between_nodes: float = Field(default=0.0, description="exchange between nodes")
+    wait_for_data: float | None = Field(default=None, description="wait for the next batch")
+    compute: float | None = Field(default=None, description="forward, backward without the exchange, and update")
+    select: float | None = Field(default=None, description="selection of the largest entries")
+    inside_node: float | None = Field(default=None, description="exchange between the ranks of a node")
+    between_nodes: float | None = Field(default=None, description="exchange between nodes")
 
 
 class RankEnd(_Values):
@@ -64,7 +64,7 @@ class RunSummary(_Values):
     workers: int = Field(description="workers, which are nodes")
     slots_per_worker: int = Field(description="ranks per worker")
     mpi: str = Field(description="the MPI and its version")
-    algorithm: str = Field(description="all-reduce algorithm of the job")
+    algorithm: str = Field(description="all-reduce algorithm of the job; a script may use another")
     density: float = Field(description="share of the gradient's entries that is sent between nodes")
     wall_seconds: float = Field(description="seconds from the start of the ranks to the end of the last rank")
     steps: int = Field(description="finished steps")
@@ -74,9 +74,9 @@ class RunSummary(_Values):
     loss_steps: int = Field(description="number of steps in these means, at most 10; 0 without losses")
     samples_per_second: float | None = Field(description="samples per second of all ranks, over the whole run")
     seconds_per_step: PartsOfStep = Field(description="mean seconds of a step by part")
-    bytes_between_nodes: int = Field(description="bytes that all ranks sent to other nodes")
-    bytes_sent: int = Field(description="bytes that all ranks sent, inside nodes and between nodes")
-    bytes_dense: int = Field(
+    bytes_between_nodes: int | None = Field(description="bytes that all ranks sent to other nodes")
+    bytes_sent: int | None = Field(description="bytes that all ranks sent, inside nodes and between nodes")
+    bytes_dense: int | None = Field(
         description="bytes that a dense ring would have sent between nodes (with one node: inside the node)"
     )
     skipped_steps: int = Field(description="steps that all ranks skipped because a gradient was NaN or infinite")
