@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PAIRWISE_LIMIT = 16
 """Up to this many partners, every partner sends to all others at the same time. With more partners, an exchange has
 several rounds (`list_rounds`), because so many messages at once would overload the link of a receiver."""
+SPARSE_INSIDE = 0.25
+"""Inside the node, encoded shards are gathered in place of dense ones if they are at most this share of the bytes."""
 INDEX_BYTES = 2
 """An index is an offset within a block of 65,536 elements."""
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -10,6 +10,7 @@ import math
 
 from topkube.algorithms.cost import (
     PAIRWISE_LIMIT,
+    SPARSE_INSIDE,
     VALUE_BYTES,
     Traffic,
     Workload,
@@ -41,6 +42,8 @@ _SPLIT_HISTOGRAM_BYTES = 4 * 128
 """Bytes of a histogram of `oktopk`: 128 bins of 4 bytes."""
 _SPLIT_COUNT_BYTES = 2 * 4
 """Bytes that every node of `oktopk` sends to each other node: its numbers of sums above and at the threshold."""
+_DECODED_ENTRY_BYTES = 2 * (4 + _ELEMENT_BYTES)
+"""Memory traffic per entry that is decoded and added up: its index and its value are written and read."""
 _MERGED_ENTRY_BYTES = 160
 """Memory traffic per entry of a message that is added to another one: both are decoded, sorted, added and selected."""
 
@@ -88,11 +91,20 @@ def _count_tree_messages(partners: int) -> int:
 
 
 def count_hitopk_traffic(workload: Workload) -> Traffic:
-    """Return the traffic of an all-gather of the largest entries of each shard."""
-    sent = (workload.nodes - 1) * workload.slots * workload.kept(workload.slots) * workload.entry_bytes
+    """Return the traffic of an all-gather of the largest entries of each shard, and inside each node of the entries of
+    all shards, or of the sums if the entries are too many."""
+    node_entries = workload.slots * workload.kept(workload.slots)
+    sent = (workload.nodes - 1) * node_entries * workload.entry_bytes
+    entries = workload.nodes * node_entries
+    entry_bytes = entries * workload.entry_bytes
+    add_entries = entry_bytes + entries * _DECODED_ENTRY_BYTES + workload.array_bytes  # writes zeros and sums once
     select = 3 * workload.array_bytes  # reads the sum and the residual, writes the residual
-    write_arrays = workload.slots * workload.array_bytes
-    return Traffic(sent, reduce_scatter_memory(workload) + select + write_arrays, all_gather_messages(workload.nodes))
+    memory = reduce_scatter_memory(workload) + select
+    if entry_bytes <= SPARSE_INSIDE * workload.array_bytes:
+        memory += 2 * (workload.slots - 1) * entry_bytes + workload.slots * add_entries
+    else:
+        memory += add_entries + all_gather_memory(workload)
+    return Traffic(sent, memory, all_gather_messages(workload.nodes))
 
 
 def count_naive_traffic(workload: Workload) -> Traffic:

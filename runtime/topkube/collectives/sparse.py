@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from topkube import _kernels, kernels
-from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.algorithms.cost import PAIRWISE_LIMIT, SPARSE_INSIDE
 from topkube.arrays import DTYPE_CODES, FLOATS, Array, as_bytes, is_tensor
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense, reduce_into_residual
 from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
@@ -22,9 +22,6 @@ from topkube.collectives.rounds import Exchange, gather_rows
 from topkube.collectives.shard import Shard
 from topkube.telemetry import phases
 from topkube.world import World
-
-_SPARSE_INSIDE = 0.25
-"""Inside the node, encoded shards are gathered in place of dense ones if they are at most this share of the bytes."""
 
 _SURELY_FINITE = dict(zip(FLOATS, (3e38, 3e38, 6e4), strict=True))
 """A sum of fewer magnitudes than 2^16 that is below this bound is finite in its type, also if each addition is
@@ -60,7 +57,7 @@ class HiTopK(ShardAllReduce, HalvableAllReduce):
             exchanges.start(0, gather_rows(world.cross_links, own_row, 0))
             exchanges.finish(0, call)
             phases.current.sent(inter=(world.nodes - 1) * row_bytes)
-        if rows.nbytes <= _SPARSE_INSIDE * x.nbytes:
+        if rows.nbytes <= SPARSE_INSIDE * x.nbytes:
             call.all_gather(rows.reshape(-1))
             with phases.current.timed("intra", "add entries"):
                 for shard_rows, start, stop in zip(rows, bounds, bounds[1:], strict=False):

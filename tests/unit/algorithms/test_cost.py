@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allreduce import bounds
-from topkube.algorithms import OWN, Machines, estimate_cost, find_algorithm, resolve
+from topkube.algorithms import OWN, Machines, Workload, estimate_cost, find_algorithm, resolve
 
 nodes, slots, lengths = st.integers(2, 200), st.integers(1, 8), st.integers(100_000, 10**9)
 
@@ -20,6 +20,24 @@ def test_bytes_are_those_of_the_benchmarks_bounds(m: int, n: int, d: int, densit
     assert sent["hierarchical"] == sent["torus2d"] == pytest.approx(bounds.count_hierarchical_bytes(d, m))
     assert sent["hitopk"] == pytest.approx(bounds.count_hitopk_bytes(d, m, n, density, 4))
     assert sent["naive"] == pytest.approx(bounds.count_naive_bytes(d, m, n, density, 4))
+
+
+def test_the_work_of_hitopk_inside_a_node_grows_with_its_entries() -> None:
+    """With few entries, every rank writes a whole array and the ranks exchange entries. With more than a quarter of
+    the bytes, each rank adds those of its shard, and dense shards are gathered."""
+    elements, slots = 10**6, 8
+
+    def count_arrays(nodes: int, name: str = "hitopk") -> float:
+        workload = Workload(nodes, slots, elements)
+        return find_algorithm(name).traffic(workload).memory / workload.array_bytes
+
+    reduction_and_selection = (3 * slots - 1) + 3
+    entries = 2 * 0.01  # of two nodes, as a share of the array: 4 bytes each, and 16 when they are decoded
+    expected = reduction_and_selection + 2 * (slots - 1) * entries + slots * (1 + 5 * entries)
+    assert count_arrays(2) == pytest.approx(expected)
+    dense_gather = 2 * (slots - 1)
+    assert count_arrays(26) == pytest.approx(reduction_and_selection + 1 + 5 * 26 * 0.01 + dense_gather)
+    assert count_arrays(16) > count_arrays(16, "hierarchical")
 
 
 @given(slots, lengths)
