@@ -11,6 +11,7 @@ from topkube.errors import ArgumentError
 
 _LEAST, _MOST = 1e-9, 1e18
 """The bounds of all numbers with units: beyond them, a number is a slip, and its results would mean nothing."""
+_LEAST_PLAIN = 1e6
 _NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)((?i:e)[+-]?[0-9]+)?"
 _PREFIX = r"(?P<prefix>[kKmMgGtTpPeE]i?|)"
 _SCALES = {
@@ -67,20 +68,24 @@ def parse_count(text: str, option: str) -> float:
 
 def parse_link(text: str, option: str) -> float:
     """Return the bytes per second of a link: 1.25e9 for '10Gbit/s', and 1e9 for '1GB/s'. Without a B, a prefix counts
-    bits. A number alone is refused."""
+    bits. A number alone counts bits, from a million on: a smaller one lacks its unit, and is refused."""
     prefix = r"(?P<prefix>[kKmMgGtT]?)"
     bits = {rf"{prefix}(?:b|(?i:bits?))(?i:/s|ps)?": 1 / 8, r"(?P<prefix>[kKmMgGtT])": 1 / 8}
-    return _parse(text, option, {**bits, rf"{_PREFIX}(?:B|(?i:bytes?))(?:/s|ps)?": 1.0}, least=_LEAST / 8)
+    return _parse(text, option, {**bits, rf"{_PREFIX}(?:B|(?i:bytes?))(?:/s|ps)?": 1.0}, least=_LEAST / 8, plain=1 / 8)
 
 
 def parse_memory_rate(text: str, option: str) -> float:
-    """Return bytes per second: 20e9 for '20GB/s' or '20G', and 16 * 2**30 for '16GiB/s'. A number alone is refused."""
-    return _parse(text, option, {rf"{_PREFIX}B(?i:/s|ps)?": 1.0, rf"(?!/|$){_PREFIX}(?i:/s)?": 1.0}, least=1.0)
+    """Return bytes per second: 20e9 for '20GB/s' or '20G', and 16 * 2**30 for '16GiB/s'. A number alone must be at least
+    a million, as in `parse_link`."""
+    return _parse(
+        text, option, {rf"{_PREFIX}B(?i:/s|ps)?": 1.0, rf"(?!/|$){_PREFIX}(?i:/s)?": 1.0}, least=1.0, plain=1.0
+    )
 
 
 def parse_size(text: str, option: str) -> float:
-    """Return bytes: 16e9 for '16GB' and 16 * 2**30 for '16GiB' or '16Gi'. A number alone is refused."""
-    return _parse(text, option, {rf"{_PREFIX}[bB]": 1.0, rf"(?!$){_PREFIX}": 1.0}, least=1.0)
+    """Return bytes: 16e9 for '16GB' and 16 * 2**30 for '16GiB' or '16Gi'. A number alone must be at least a million,
+    as in `parse_link`."""
+    return _parse(text, option, {rf"{_PREFIX}[bB]": 1.0, rf"(?!$){_PREFIX}": 1.0}, least=1.0, plain=1.0)
 
 
 def parse_seconds(text: str, option: str) -> float:
@@ -93,10 +98,15 @@ def parse_operations_rate(text: str, option: str) -> float:
     return _parse(text, option, {rf"{_PREFIX}(?i:flop(?:s|/s|s/s|ps))": 1.0})
 
 
-def _parse(text: str, option: str, units: Mapping[str, float], least: float = _LEAST) -> float:
+def _parse(
+    text: str, option: str, units: Mapping[str, float], least: float = _LEAST, plain: float | None = None
+) -> float:
     """Return the number of `text` in the unit that follows it. `units` has the factor by the pattern of the unit, whose
-    group `prefix` may contain a prefix such as k or Gi."""
+    group `prefix` may contain a prefix such as k or Gi. `plain` is the factor of a number without a unit, if it counts
+    from a million on."""
     value = 0.0
+    if plain is not None and re.fullmatch(_NUMBER, text.strip()) and float(text) >= _LEAST_PLAIN:
+        value = float(text) * plain
     for unit, factor in units.items():
         if match := re.fullmatch(rf"{_NUMBER}\s*{unit}", text.strip()):
             value = float(match[1] + (match[2] or "")) * _SCALES[match.groupdict().get("prefix", "").lower()] * factor
