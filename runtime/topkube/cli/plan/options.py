@@ -75,8 +75,8 @@ def parse_link(text: str, option: str) -> float:
 
 
 def parse_memory_rate(text: str, option: str) -> float:
-    """Return bytes per second: 20e9 for '20GB/s' or '20G', and 16 * 2**30 for '16GiB/s'. A number alone must be at least
-    a million, as in `parse_link`."""
+    """Return bytes per second: 20e9 for '20GB/s' or '20G', and 16 * 2**30 for '16GiB/s'. A number alone must be at
+    least a million, as in `parse_link`."""
     return _parse(
         text, option, {rf"{_PREFIX}B(?i:/s|ps)?": 1.0, rf"(?!/|$){_PREFIX}(?i:/s)?": 1.0}, least=1.0, plain=1.0
     )
