@@ -36,6 +36,30 @@ def replace_file(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def replace_file_in(folder: int, name: str) -> Iterator[str]:
+    """Do the same as `replace_file` for a file in an open folder: yield the hidden name in this folder."""
+    part = _name_hidden(Path(name)).name
+    try:
+        yield part
+        os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(part, dir_fd=folder)
+
+
+def write_bytes_in(folder: int, name: str, data: bytes, *, synced: bool = False) -> None:
+    """Replace a file in an open folder, or create it. If `synced`, its bytes are then on the disk. Raises OSError; the
+    earlier file is unchanged then."""
+    with replace_file_in(folder, name) as part:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            if synced:
+                os.fsync(descriptor)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace the file at `path`, or create it. Raises OSError; the earlier file is unchanged then."""
     with replace_file(path) as part:

@@ -16,6 +16,7 @@ import xxhash
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.base.shared_counters import CacheCounters
+from topkube.data.cache.disk.dataset_folder import DatasetFolder
 from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier
 from topkube.data.cache.node_state import NodeState
 from topkube.data.cache.shard_cache import ShardCache, open_tier
@@ -181,26 +182,27 @@ def list_dataset(store: ObjectStore, tier: DiskTier | None) -> Listing:
     if version is None or tier is None:
         return store.read_listing()
     name = xxhash.xxh3_128_hexdigest(f"{_LISTING_FORMAT}\0{store.manifest_uri}\0{version}".encode())
-    stored: Path | None = None
+    folder: DatasetFolder | None = None
     with contextlib.suppress(OSError, ValueError):
-        stored = tier.open_folder(store.uri).path / "listings" / name
-        return Listing.load(stored)
+        folder = tier.open_folder(store.uri)
+        return Listing.load(folder.path / "listings" / name)
     listing = store.read_listing()
-    if stored is not None:
+    if folder is not None:
         with contextlib.suppress(OSError):  # the volume is full or read-only, or another process was faster
-            _remove_listings(stored.parent)
-            with create_folder(stored) as part:
+            with folder.open_subfolder("listings") as listings:
+                _remove_listings(listings)
+            with create_folder(folder.path / "listings" / name) as part:
                 listing.save(part)
     return listing
 
 
-def _remove_listings(folder: Path) -> None:
-    """Remove the stored listings: of older manifests, a damaged one, and what killed processes have left behind. Jobs
-    that use one of them have mapped its files."""
+def _remove_listings(folder: int) -> None:
+    """Remove the listings in an open folder: of older manifests, a damaged one, and what killed processes have left
+    behind. Jobs that use one of them have mapped its files."""
     recent = time.time() - _BEING_WRITTEN_SECONDS
-    for path in folder.iterdir():
-        if not path.name.startswith(".") or path.stat().st_mtime < recent:
-            shutil.rmtree(path, ignore_errors=True)
+    for name in os.listdir(folder):
+        if not name.startswith(".") or os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < recent:
+            shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
 
 
 def check_limits(shards: Shards, size_limit: int, memory_limit: int, ranks_per_node: int) -> None:

@@ -267,11 +267,14 @@ class Listing:
         )
 
     def save(self, folder: Path) -> None:
-        """Write one .npy file per column, and a checksum of these files."""
+        """Create the folder. Write one .npy file per column, and a checksum of these files. Existing files are not
+        replaced. Raises OSError."""
         folder.mkdir(parents=True)
         for name, column in self.to_columns().items():
-            np.save(_get_column_path(folder, name), column, allow_pickle=False)
-        (folder / _CHECKSUM_FILE).write_text(_compute_files_checksum(folder))
+            with _get_column_path(folder, name).open("xb") as file:
+                np.save(file, column, allow_pickle=False)
+        with (folder / _CHECKSUM_FILE).open("x") as checksum_file:
+            checksum_file.write(_compute_files_checksum(folder))
 
     @classmethod
     def load(cls, folder: Path) -> Listing:

@@ -107,7 +107,7 @@ def test_processes_that_were_killed_while_they_filled_do_not_count(
 def test_temporaries_of_living_writers_are_left_alone(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "cache", DiskLimits(free=0))
     folder = tier.open_folder("file:///x")
-    part = folder.get_shard_path("0" * 32).with_name("part")
+    part = folder.get_shard_path("0" * 32).with_name(f".{'0' * 32}.{'1' * 32}.part")
     part.parent.mkdir()
     reservation = tier.reserve(1000, part, folder)
     part.write_bytes(b"being written")
@@ -320,10 +320,10 @@ def test_a_shard_counts_as_verified_before_others_can_open_it(
     dataset = open_dataset(remote.uri, prefetch=False)
     rename, verified = os.rename, []
 
-    def record_and_rename(source: Path, target: Path) -> None:
-        if target.parent.parent.name == "shards":
+    def record_and_rename(source: str, target: str, **folders: int) -> None:
+        if target == dataset.cache.shards.compute_key(0):
             verified.append(dataset.node_state.is_verified(0))
-        rename(source, target)
+        rename(source, target, **folders)
 
     monkeypatch.setattr(os, "rename", record_and_rename)
     dataset.cache.open(0)

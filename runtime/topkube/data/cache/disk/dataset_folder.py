@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topkube.data.base.file_lock import FileLock
+from topkube.data.base.real_folders import open_real_folder, remove_file
 from topkube.data.base.small_file import read_small_text
 from topkube.data.cache.disk.publication import Fill, ShardPublisher
 from topkube.data.cache.disk.record_log import RecordLog, Records, read_hash, read_key
@@ -23,7 +24,7 @@ from topkube.data.cache.disk.shard_file import compute_digest
 from topkube.data.cache.disk.stored_index import pack_index
 from topkube.data.formats.sample_index import SampleIndex
 from topkube.errors import DatasetError
-from topkube.files import replace_file, write_bytes, write_json
+from topkube.files import write_bytes_in
 
 if TYPE_CHECKING:
     from topkube.data.cache.disk.disk_tier import DiskTier
@@ -54,7 +55,8 @@ class DatasetFolder:
     def read(cls, tier: DiskTier, name: str) -> DatasetFolder | None:
         """Return the folder with this name; None if it is not the folder of a dataset."""
         try:
-            uri = json.loads(read_small_text(tier.directory / "datasets" / name / "dataset.json"))["uri"]
+            with open_real_folder(tier.directory, "datasets", name):
+                uri = json.loads(read_small_text(tier.directory / "datasets" / name / "dataset.json"))["uri"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return cls(tier, name, str(uri))
@@ -62,17 +64,25 @@ class DatasetFolder:
     def create(self) -> None:
         """Create the folder. Raises OSError."""
         for name in ("shards", "locks", "quarantine", "listings"):
-            (self.path / name).mkdir(parents=True, exist_ok=True)
-        with replace_file(self.path / "dataset.json") as part, part.open("w", encoding="utf-8") as file:
-            json.dump({"uri": self.uri}, file)
-            file.flush()
-            os.fsync(file.fileno())  # without this file, the shards are not found after a power failure
+            with open_real_folder(self.tier.directory, "datasets", self.name, name, created=3):
+                pass
+        with self.open_subfolder() as folder:  # without this file, the shards are not found after a power failure
+            write_bytes_in(folder, "dataset.json", json.dumps({"uri": self.uri}).encode(), synced=True)
+
+    def open_subfolder(self, *names: str, created: int = 0) -> contextlib.AbstractContextManager[int]:
+        """Open a folder inside this folder (see `open_real_folder`); this folder itself if there are no names."""
+        return open_real_folder(self.tier.directory, "datasets", self.name, *names, created=created)
+
+    def open_shard_folder(self, key: str, *, created: int = 0) -> contextlib.AbstractContextManager[int]:
+        """Open the folder of a shard (see `open_real_folder`). Raises DatasetError if `key` is not a key."""
+        return self.open_subfolder("shards", self.get_shard_path(key).parent.name, created=created)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Store a summary of the newest listing for other programs. If the volume is full, nothing is stored."""
         with contextlib.suppress(OSError):
             if self.read_summary() != summary:
-                write_json(self.path / _SUMMARY, summary)
+                with self.open_subfolder() as folder:
+                    write_bytes_in(folder, _SUMMARY, json.dumps(summary).encode())
 
     def read_summary(self) -> dict[str, Any]:
         """Return the stored summary; empty if there is none."""
@@ -93,8 +103,8 @@ class DatasetFolder:
 
     def touch(self) -> None:
         """Store the current time as the time of last use."""
-        with contextlib.suppress(OSError):
-            os.utime(self.path / "dataset.json")
+        with contextlib.suppress(OSError), self.open_subfolder() as folder:
+            os.utime("dataset.json", dir_fd=folder, follow_symlinks=False)
 
     @property
     def is_in_use(self) -> bool:
@@ -122,10 +132,11 @@ class DatasetFolder:
 
     def pin(self, pinned: bool = True) -> None:
         """Pin the dataset, or unpin it if `pinned` is false. A pinned dataset is never removed to make room."""
-        if pinned:
-            (self.path / "pinned").touch()
-        else:
-            (self.path / "pinned").unlink(missing_ok=True)
+        with self.open_subfolder() as folder:
+            if pinned:
+                write_bytes_in(folder, "pinned", b"")
+            else:
+                remove_file(folder, "pinned")
 
     # ---- shards
 
@@ -144,7 +155,8 @@ class DatasetFolder:
         path, data = self.get_index_path(key), pack_index(index)
         reservation = self.tier.reserve(len(data), path.with_name(f".{key}.{uuid.uuid4().hex}.part"), self)
         try:
-            write_bytes(path, data)
+            with self.open_shard_folder(key) as folder:
+                write_bytes_in(folder, path.name, data)
             with FileLock(self.tier.directory / "space.lock"):
                 self.log.append_index(key, len(data))
                 reservation.settle()
@@ -201,18 +213,19 @@ class DatasetFolder:
 
     def quarantine(self, key: str) -> None:
         """Move a damaged shard to the folder `quarantine`. The last damaged shards are kept there for inspection."""
-        path, folder = self.get_shard_path(key), self.path / "quarantine"
         self.log.remove(key)
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, folder / f"{time.time_ns()}-{key}")
-        self.get_index_path(key).unlink(missing_ok=True)
-        for old in sorted(folder.iterdir())[:-_MOST_QUARANTINED]:
-            old.unlink(missing_ok=True)
+        with self.open_shard_folder(key) as shards, self.open_subfolder("quarantine") as quarantine:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(key, f"{time.time_ns()}-{key}", src_dir_fd=shards, dst_dir_fd=quarantine)
+            remove_file(shards, self.get_index_path(key).name)
+            for old in sorted(os.listdir(quarantine))[:-_MOST_QUARANTINED]:
+                remove_file(quarantine, old)
 
     def evict(self, key: str) -> int:
         """Remove a shard. Return its number of bytes. A process that has the shard open can still read it."""
-        for path in (self.get_shard_path(key), self.get_index_path(key)):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), self.open_shard_folder(key) as folder:
+            for path in (self.get_shard_path(key), self.get_index_path(key)):
+                remove_file(folder, path.name)
         return self.log.remove(key)
 
     def evict_all_but(self, keys: Collection[str]) -> int:
@@ -240,10 +253,11 @@ class DatasetFolder:
         lock = FileLock(self.path / "in-use")
         if not lock.acquire(wait=False) and not force:
             return False
-        trash = self.path.with_name(f".removed-{self.name}-{uuid.uuid4().hex}")
-        os.rename(self.path, trash)
-        lock.release()
-        shutil.rmtree(trash, ignore_errors=True)
+        trash = f".removed-{self.name}-{uuid.uuid4().hex}"
+        with open_real_folder(self.tier.directory, "datasets") as datasets:
+            os.rename(self.name, trash, src_dir_fd=datasets, dst_dir_fd=datasets)
+            lock.release()
+            shutil.rmtree(trash, ignore_errors=True, dir_fd=datasets)
         return True
 
     def list_records(self) -> Records:

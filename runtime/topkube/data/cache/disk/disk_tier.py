@@ -11,6 +11,9 @@
 This module manages the directory and reserves space. dataset_folder.py manages the folder of a dataset, and
 publication.py publishes shards. If a writer dies, the kernel releases its locks. Therefore other processes recognise
 its files and remove them.
+
+Neighbours may be able to write to the directory, and what they write is not trusted: files are removed, replaced and
+renamed only in real folders of the directory (base/real_folders.py).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -29,6 +33,7 @@ import xxhash
 
 from topkube.data.base.file_lock import FileLock
 from topkube.data.base.permissions import set_cache_access
+from topkube.data.base.real_folders import open_real_folder, remove_file
 from topkube.data.base.small_file import read_small_text
 from topkube.data.cache.disk.dataset_folder import DatasetFolder
 from topkube.errors import CacheError
@@ -38,6 +43,8 @@ FORMAT = 1
 _MARK = "topkube-cache.json"
 _DIGITS = 20
 """The digits of a reserved size, which is replaced in place."""
+_PART = re.compile(r"datasets/([0-9a-f]{16})/shards/([0-9a-f]{2})/(\.[0-9a-f]{32}\.[0-9a-f]{32}\.part)")
+"""The path of a shard that is being written."""
 
 
 class Full(OSError):
@@ -71,9 +78,16 @@ class Reservation:
 
     def write(self, size: int) -> None:
         """Replace the reserved size in place."""
-        file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        self._write_text(f"{size:0{_DIGITS}}")
+
+    def begin(self, size: int, part: Path) -> None:
+        """Write the reserved size and the path of the shard in the cache directory."""
+        self._write_text(f"{size:0{_DIGITS}} {part}")
+
+    def _write_text(self, text: str) -> None:
+        file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            os.pwrite(file, f"{size:0{_DIGITS}}".encode(), 0)
+            os.write(file, text.encode())
         finally:
             os.close(file)
 
@@ -180,10 +194,10 @@ class DiskTier:
                 if not self._evict_oldest(owner):
                     raise Full(errno.ENOSPC, reason)
             path = self.directory / "reservations" / uuid.uuid4().hex
-            lock = FileLock(path)
-            lock.acquire()
-            path.write_text(f"{size:0{_DIGITS}} {part.relative_to(self.directory)}")
-            return Reservation(path, lock)
+            reservation = Reservation(path, FileLock(path))
+            reservation.lock.acquire()
+            reservation.begin(size, part.relative_to(self.directory))
+            return reservation
 
     def grow(self, reservation: Reservation, size: int, owner: DatasetFolder) -> None:
         """Increase a reservation to `size` bytes, and remove datasets as `reserve` does. Raises Full."""
@@ -215,20 +229,29 @@ class DiskTier:
     def _remove_leftovers(self) -> int:
         """Remove the files of dead writers. Return their number. The caller holds space.lock."""
         count = 0
-        for path in (self.directory / "reservations").iterdir():
-            lock = FileLock(path)
-            if not lock.acquire(wait=False):
-                continue
-            with contextlib.suppress(OSError, ValueError):
-                part = read_small_text(path).partition(" ")[2]
-                if part and ".." not in part.split("/"):
-                    (self.directory / part).unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            lock.release()
-            count += 1
-        for trash in (self.directory / "datasets").glob(".removed-*"):
-            shutil.rmtree(trash, ignore_errors=True)
+        with open_real_folder(self.directory, "reservations") as reservations:
+            for name in os.listdir(reservations):
+                lock = FileLock(self.directory / "reservations" / name)
+                if not lock.acquire(wait=False):
+                    continue
+                with contextlib.suppress(OSError, ValueError):
+                    self._remove_part(read_small_text(lock.path).partition(" ")[2])
+                remove_file(reservations, name)
+                lock.release()
+                count += 1
+        with open_real_folder(self.directory, "datasets") as datasets:
+            for name in os.listdir(datasets):
+                if name.startswith(".removed-"):
+                    shutil.rmtree(name, ignore_errors=True, dir_fd=datasets)
         return count
+
+    def _remove_part(self, part: str) -> None:
+        """Remove a shard that a dead process was writing. A text that is not the path of such a shard is ignored.
+        Raises OSError."""
+        if (path := _PART.fullmatch(part)) is not None:
+            dataset, prefix, name = path.groups()
+            with open_real_folder(self.directory, "datasets", dataset, "shards", prefix) as folder:
+                remove_file(folder, name)
 
     # ---- datasets
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from topkube.data.base.file_lock import FileLock
+from topkube.data.base.real_folders import remove_file
 from topkube.data.cache.disk.shard_file import ReceivedChecksums, compute_digest
 from topkube.errors import StoreError
 from topkube.files import sync_directory
@@ -44,14 +45,26 @@ class ShardPublisher:
 
     def publish(self, key: str, size: int, fill: Fill, samples: int, announce: Callable[[], object]) -> int:
         """Write and publish a shard (see `DatasetFolder.publish`)."""
+        with self._folder.open_shard_folder(key, created=1) as folder:
+            self._publish_in(folder, key, size, fill, samples, announce)
+        read_only_file = self._folder.open(key)
+        if read_only_file is None:
+            raise FileNotFoundError(
+                errno.ENOENT, "another process removed the shard", str(self._folder.get_shard_path(key))
+            )
+        return read_only_file
+
+    def _publish_in(
+        self, folder: int, key: str, size: int, fill: Fill, samples: int, announce: Callable[[], object]
+    ) -> None:
+        """Write and publish a shard in the open folder `folder`."""
         final = self._folder.get_shard_path(key)
-        final.parent.mkdir(exist_ok=True)
-        part = final.with_name(f".{key}.{uuid.uuid4().hex}.part")
-        reservation = self._tier.reserve(max(size, 0), part, self._folder)
+        part = f".{key}.{uuid.uuid4().hex}.part"
+        reservation = self._tier.reserve(max(size, 0), final.with_name(part), self._folder)
         file = -1
         try:
             notify_step("reserved")
-            file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
             if size > 0:
                 os.posix_fallocate(file, 0, size)
             notify_step("created")
@@ -78,7 +91,7 @@ class ShardPublisher:
                 reservation.settle()
             notify_step("recorded")
             announce()
-            os.rename(part, final)
+            os.rename(part, key, src_dir_fd=folder, dst_dir_fd=folder)
             notify_step("renamed")
             sync_directory(final.parent)
             notify_step("published")
@@ -87,17 +100,13 @@ class ShardPublisher:
             if file >= 0:
                 os.close(file)
             with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+                remove_file(folder, part)
             raise
         finally:
             self._growing.pop(file, None)
             with contextlib.suppress(OSError):
                 reservation.release()
         os.close(file)  # this descriptor could write
-        read_only_file = self._folder.open(key)
-        if read_only_file is None:
-            raise FileNotFoundError(errno.ENOENT, "another process removed the shard", str(final))
-        return read_only_file
 
     def is_being_published(self, file: int) -> bool:
         """Return True while `publish` writes this file."""

@@ -154,7 +154,7 @@ class RecordLog:
             return int(old["size"])
 
     def _write(self, rows: list[bytes], *, synced: bool = True) -> None:
-        file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             end = os.fstat(file).st_size
             end -= end % RECORD.itemsize  # overwrites the incomplete record of a writer that was killed
