@@ -25,7 +25,7 @@ from topkube.data.cache.node_state import OPEN
 from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.fill.disk_filler import THREADS
 from topkube.data.fill.file_view import FileView
-from topkube.data.opening import choose_memory_folder, open_cache, resolve_address
+from topkube.data.opening import choose_cache_folder, choose_memory_folder, open_cache, resolve_address
 from topkube.errors import TopKubeError
 from topkube.files import write_text
 from topkube.settings import Settings
@@ -289,7 +289,7 @@ def _open_view(cache: ShardCache, settings: Settings) -> FileView | None:
     if not settings.dataset_view:
         return None
     try:
-        return FileView(cache, Path(settings.dataset_view))
+        return FileView(cache, Path(settings.dataset_view), choose_cache_folder(None, settings))
     except OSError as error:
         _report_problem(f"{settings.dataset_view} cannot be used: {error.strerror}; the dataset's files are not shown")
         return None

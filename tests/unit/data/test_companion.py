@@ -17,7 +17,7 @@ from remotes import RemoteServer, add_member, write_files, write_tars
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.shard_cache import ShardCache
-from topkube.data.companion import Companion
+from topkube.data.companion import Companion, _open_view
 from topkube.data.fill.file_view import COMPLETE, FileView
 from topkube.data.opening import open_cache
 from topkube.data.remote.object_store import Patience
@@ -208,3 +208,31 @@ def test_a_remote_that_fails_is_retried(pod: CompanionPod, remote: RemoteServer)
     remote.faults["000.tar"] = ["503", "503"]
     with pod.run_companion():
         wait_until((pod.view / COMPLETE).exists)
+
+
+@pytest.mark.parametrize("link", ["datasets/x", "datasets/x/view", "datasets/x/view/train"])
+def test_a_link_in_a_view_that_neighbours_may_write_to_is_not_followed(
+    pod: CompanionPod, remote: RemoteServer, link: str
+) -> None:
+    write_files(remote.folder / "train", 2)
+    outside = pod.folder / "outside"
+    for name in ("best.pt", "view/best.pt", "train/a/00000.bin", "a/00000.bin", COMPLETE):
+        (outside / name).parent.mkdir(parents=True, exist_ok=True)
+        (outside / name).write_text("precious")
+    cache = pod.open()
+    path = pod.folder / "cache" / link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(outside)
+    before = read_tree(outside)
+    settings = Settings(
+        cache_directory=str(pod.folder / "cache"), dataset_view=str(pod.folder / "cache/datasets/x/view")
+    )
+    if (view := _open_view(cache, settings)) is not None:
+        with pytest.raises(NotADirectoryError):
+            view.show(0)
+    cache.close()
+    assert read_tree(outside) == before
+
+
+def read_tree(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
