@@ -152,8 +152,9 @@ class CachedDataset:
         register_dataset(self)
 
     def _open_memory_tier(self) -> MemoryTier | None:
-        """Return the memory tier. Return None, with a warning, if its directory cannot be used."""
-        name = f"{self.cache.name}-{self._fingerprint}"
+        """Return the memory tier, which jobs with the same limit share. Return None, with a warning, if its directory
+        cannot be used."""
+        name = f"{self.cache.name}-{self._memory_limit}-{self._fingerprint}"
         try:
             return MemoryTier(self._memory_folder, name, len(self._reader), self._memory_limit)
         except OSError as error:

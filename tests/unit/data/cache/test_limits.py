@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from openers import Opener, check_samples, wait_until
 from remotes import write_files, write_tars
@@ -13,7 +15,10 @@ from remotes import write_files, write_tars
 from topkube.data import ArrayOf
 from topkube.data.cache.disk import publication
 from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier
+from topkube.data.cache.memory.memory_column import MemoryColumn
+from topkube.data.cache.memory.memory_tier import Frozen, MemoryTier
 from topkube.data.cache.node_state import FROZEN
+from topkube.data.dataset import CachedDataset
 from topkube.data.formats.shards import Shards
 from topkube.data.opening import check_limits
 from topkube.data.remote.listing import Listing, RemoteObject
@@ -87,6 +92,57 @@ def test_the_memory_limit_holds(tmp_path: Path, open_dataset: Opener, capfd: pyt
         check_samples(dataset, data)
     assert dataset.statistics()["memory_used_bytes"] == limit
     assert capfd.readouterr().err.count("memory cache takes no more samples") == 1
+
+
+def test_jobs_with_different_memory_limits_do_not_share_samples(tmp_path: Path, open_dataset: Opener) -> None:
+    """A job maps its own limit: records that another job stored behind it would be outside."""
+    data = write_files(tmp_path / "source", 20)
+
+    def open_limited(limit: int) -> CachedDataset:
+        return open_dataset(
+            tmp_path / "source", memory_limit=limit, fingerprint="raw", group_bytes=4000, prefetch=False
+        )
+
+    small, large = open_limited(5 * RECORD_BYTES), open_limited(20 * RECORD_BYTES)
+    for dataset in (large, small, large):
+        assert list(dataset.__getitems__(range(20))) == [row.tobytes() for row in data]
+    assert [dataset.statistics()["memory_used_bytes"] for dataset in (small, large)] == [
+        5 * RECORD_BYTES, 20 * RECORD_BYTES,
+    ]  # fmt: skip
+
+
+def test_space_that_a_failed_write_has_lost_counts_against_the_memory_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The offsets of its samples, which differ in size, are not used again. Without the count, the samples of another
+    process would lie outside the columns."""
+    samples = [bytes([number]) * 1000 for number in range(8)]
+    first, second = (MemoryTier(tmp_path, "full", 8, 4000) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryColumn, "_write", fail_without_room)
+        with pytest.raises(Frozen):
+            first.admit(np.arange(3), samples[:3])
+    with pytest.raises(Frozen):
+        second.admit(np.arange(8), samples)
+    assert np.flatnonzero(second.has(np.arange(8))).tolist() == [0]
+    assert list(second.gather(np.array([0]))) == samples[:1]
+    assert second.used_bytes == 4000
+    first.close(), second.close()
+
+
+def fail_without_room(column: MemoryColumn, array: object, offset: int) -> None:
+    raise OSError(errno.ENOSPC, "no space")
+
+
+def test_a_sample_outside_its_column_is_absent(tmp_path: Path) -> None:
+    tier = MemoryTier(tmp_path, "damaged", 4, 4000)
+    tier.admit(np.arange(4), [bytes(1000)] * 3 + [bytes(500)])
+    places = np.memmap(tier.folder / "column-0.places", np.int64).reshape(4, 8)
+    places[2, 0] = 3001
+    other = MemoryTier(tmp_path, "damaged", 4, 4000)
+    assert other.has(np.arange(4)).tolist() == [True, True, False, True]
+    assert other.check() == []
+    tier.close(), other.close()
 
 
 def test_indexes_count_against_the_limit(tmp_path: Path, open_dataset: Opener) -> None:

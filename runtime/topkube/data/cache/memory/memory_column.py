@@ -48,6 +48,12 @@ class MemoryColumn:
             return None
         return HugePages(self.bytes, self.record_bytes, present, self._moved)
 
+    def contains(self, indices: Longs) -> npt.NDArray[np.bool_]:
+        """Return, for each of these samples, True if its record of variable size ends inside the column."""
+        places = self._places[indices]
+        is_inside: npt.NDArray[np.bool_] = places[:, 0] + places[:, 1] <= self.bytes.size
+        return is_inside
+
     def gather(self, indices: Longs) -> Array | list[Array]:
         """Return the records of these samples: one array if the leaf has a fixed shape, else a list of arrays."""
         if self.leaf.has_fixed_shape:

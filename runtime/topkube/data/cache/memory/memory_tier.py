@@ -40,7 +40,8 @@ class Frozen(OSError):
 
 
 class MemoryTier:
-    """The samples of one dataset, decoded by one function. `limit`: the most bytes of all columns."""
+    """The samples of one dataset, decoded by one function. `limit`: the most bytes of all columns. All processes that
+    open a tier with this name must pass the same limit."""
 
     def __init__(self, directory: Path, name: str, samples: int, limit: int) -> None:
         self.samples, self.limit = samples, limit
@@ -66,7 +67,8 @@ class MemoryTier:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all samples that are present or being written."""
+        """The bytes of all samples that are present or being written, and of failed writes whose space is not used
+        again."""
         return int(self._cells[_USED_BYTES])
 
     def _read_schema(self) -> None:
@@ -113,8 +115,13 @@ class MemoryTier:
                 self._huge_pages = [other for other in self._huge_pages if not other.is_over]
 
     def has(self, indices: Longs) -> npt.NDArray[np.bool_]:
-        """Return, for each of these samples, True if it is present."""
+        """Return, for each of these samples, True if it is present. A sample that lies outside a column, because the
+        tier is damaged, is absent."""
+        self._read_schema()
         is_present: npt.NDArray[np.bool_] = self.present.take(indices) == _PRESENT
+        for column in self._columns:
+            if not column.leaf.has_fixed_shape:
+                is_present &= column.contains(indices)
         return is_present
 
     def admit(self, indices: Longs, samples: Sequence[Any]) -> None:
@@ -156,7 +163,8 @@ class MemoryTier:
             self.is_frozen = True
             with self._lock_tier():
                 self.present[samples[stored:]] = _ABSENT
-                self._cells[_USED_BYTES] -= sizes[stored:].sum()
+                if self.schema is not None and self.schema.has_fixed_shape:  # else their offsets are not used again
+                    self._cells[_USED_BYTES] -= sizes[stored:].sum()
             raise Frozen(error, os.strerror(error))
 
     def _admit_batch(self, indices: Longs, batch: Batch) -> bool:
@@ -224,8 +232,8 @@ class MemoryTier:
     def check(self) -> list[int]:
         """Return the samples whose bytes do not have their checksum, and mark these samples as absent."""
         damaged = []
-        self._read_schema()
-        for sample in np.flatnonzero(self.present == _PRESENT).tolist():
+        samples = np.flatnonzero(self.present == _PRESENT)
+        for sample in samples[self.has(samples)].tolist():
             if _compute_checksum([column.get(sample) for column in self._columns]) != int(self._checksums[sample]):
                 damaged.append(sample)
                 self.present[sample] = _ABSENT
