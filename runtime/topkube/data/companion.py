@@ -21,11 +21,12 @@ from pathlib import Path
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.disk.record_log import PUBLISHED, read_key
+from topkube.data.cache.memory_folder import choose_memory_folder
 from topkube.data.cache.node_state import OPEN
 from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.fill.disk_filler import THREADS
 from topkube.data.fill.file_view import FileView
-from topkube.data.opening import choose_cache_folder, choose_memory_folder, open_cache, resolve_address
+from topkube.data.opening import choose_cache_folder, open_cache, resolve_address
 from topkube.errors import TopKubeError
 from topkube.files import write_text
 from topkube.settings import Settings

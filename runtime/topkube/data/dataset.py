@@ -16,6 +16,7 @@ from topkube.data.base.open_datasets import register_dataset
 from topkube.data.base.rank_place import RankPlace, find_place
 from topkube.data.cache.fingerprint import compute_fingerprint
 from topkube.data.cache.memory.memory_tier import MemoryTier
+from topkube.data.cache.memory_folder import choose_memory_folder
 from topkube.data.cache.node_state import STATES
 from topkube.data.cache.sample_reader import SampleReader, convert_indices
 from topkube.data.cache.shard_cache import ShardCache
@@ -23,7 +24,7 @@ from topkube.data.decoded_samples import DecodedSamples, report_frozen_memory
 from topkube.data.fill.disk_filler import DiskFiller
 from topkube.data.fill.memory_filler import MemoryFiller
 from topkube.data.formats.shards import GROUP_BYTES, Format
-from topkube.data.opening import choose_memory_folder, open_cache, resolve_address
+from topkube.data.opening import open_cache, resolve_address
 from topkube.data.remote.listing import Longs
 from topkube.data.remote.retry import Patience
 from topkube.data.sample_counts import count_samples

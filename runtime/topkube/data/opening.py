@@ -18,6 +18,7 @@ from topkube.data.base.rank_place import RankPlace
 from topkube.data.base.shared_counters import CacheCounters
 from topkube.data.cache.disk.dataset_folder import DatasetFolder
 from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier
+from topkube.data.cache.memory_folder import choose_memory_folder
 from topkube.data.cache.node_state import NodeState
 from topkube.data.cache.shard_cache import ShardCache, open_tier
 from topkube.data.formats.shards import GROUP_BYTES, Format, Shards
@@ -111,11 +112,6 @@ def _write_summary(tier: DiskTier, shards: Shards) -> None:
 def choose_cache_folder(directory: AnyPath | None, settings: Settings) -> Path:
     """Return the folder of the disk tier."""
     return Path(directory or settings.cache_directory).expanduser()
-
-
-def choose_memory_folder(directory: AnyPath | None, settings: Settings) -> Path:
-    """Return the folder of the memory tier. Every user has a separate folder."""
-    return Path(directory or settings.cache_memory_directory) / f"topkube-{os.geteuid()}"
 
 
 def _list_on_rank_0(list_objects: Callable[[], Listing], place: RankPlace) -> Listing:

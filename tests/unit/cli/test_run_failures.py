@@ -93,6 +93,29 @@ def test_ways_to_end_are_distinguished(tmp_path: Path, mode: str, code: int, exp
     assert list_living_processes(tmp_path) == []
 
 
+def test_samples_of_a_killed_rank_do_not_stay_in_memory(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / f"data/{number}.bin").write_bytes(bytes(1000))
+    script = (
+        "import os, signal, time, topkube; from pathlib import Path; from topkube.data import CachedDataset\n"
+        "topkube.init()\n"
+        "dataset = CachedDataset('data', fingerprint='raw', memory_limit=1 << 20)\n"
+        "assert len(dataset.__getitems__(range(4))) == 4\n"
+        "assert dataset.statistics()['memory_used_bytes'] == 4000\n"
+        "Path('filled').touch()\n"
+        "os.kill(os.getpid(), signal.SIGKILL) if topkube.rank() == 1 else time.sleep(1000)"
+    )
+    folders = {"TOPKUBE_CACHE_MEMORY_DIRECTORY": "memory", "TOPKUBE_CACHE_DIRECTORY": "cache"}
+    environment = {**os.environ, **{name: str(tmp_path / folder) for name, folder in folders.items()}}
+    ended = run_job(
+        write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path, "--no-plot", environment=environment
+    )
+    assert ended.returncode == 137, ended.stderr
+    assert (tmp_path / "filled").exists()
+    assert list((tmp_path / f"memory/topkube-{os.geteuid()}").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("command", "code", "expected"),
     [

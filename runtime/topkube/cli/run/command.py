@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Literal, cast
 
@@ -63,6 +64,7 @@ def _run_in(
     console = Console(file=cast("IO[str] | None", output), stderr=options.json)
     history = History()
     with Signals() as signals, contextlib.ExitStack() as stack:
+        stack.callback(_free_memory, environment)
         watch = RunWatch(options, job, LocalRun(job, mpi, directory, environment), history, console, signals)
         if options.metrics_port is not None:
             from topkube.telemetry.endpoint import MetricsEndpoint
@@ -84,6 +86,13 @@ def _run_in(
     if failure is not None:
         raise failure
     return 0
+
+
+def _free_memory(environment: Mapping[str, str]) -> None:
+    """Remove the samples that killed ranks have left in memory."""
+    from topkube.data.cache.memory_folder import remove_unused_memory
+
+    remove_unused_memory(Settings.from_environment(environment))
 
 
 def _warn_of_lost_output(problem: str, directory: Path) -> None:

@@ -182,9 +182,19 @@ class NodeState:
         if self._user_lock is None or os.getpid() != self._owner:
             return
         self._user_lock.release()
-        with contextlib.suppress(OSError):
-            if self._user_lock.acquire(wait=False):
-                change = self._path.with_name(f"{self._path.name}.change")
-                for path in (self._path, change, self._filler_lock.path, self._user_lock.path):
-                    path.unlink(missing_ok=True)
-                self._user_lock.release()
+        _remove_if_unused(self._user_lock)
+
+
+def remove_unused_states(directory: Path) -> None:
+    """Remove the states in `directory` that no process uses: their users were killed."""
+    for path in directory.glob("session-*.users"):
+        _remove_if_unused(FileLock(path))
+
+
+def _remove_if_unused(user_lock: FileLock) -> None:
+    """Remove the files of a state if no process uses it. `user_lock`: the lock that each user of the state holds."""
+    with contextlib.suppress(OSError):
+        if user_lock.acquire(wait=False):
+            for ending in ("", ".change", ".fillers", ".users"):
+                user_lock.path.with_suffix(ending).unlink(missing_ok=True)
+            user_lock.release()

@@ -15,6 +15,8 @@ from processes import fork, wait_for_end
 from remotes import write_files
 
 from topkube.data import ArrayOf
+from topkube.data.cache.memory_folder import remove_unused_memory
+from topkube.settings import Settings
 
 RECORD = ArrayOf("uint8", (3072,))
 
@@ -86,6 +88,37 @@ def test_memory_of_killed_processes_is_freed_by_the_next_job(tmp_path: Path, ope
     open_dataset(tmp_path / "second", decode=lambda raw: raw[:3], fingerprint="3", memory_limit=1 << 20)
     assert len(list(open_dataset.memory.glob("*/memory-*/cells"))) == 2, "the tier of the living job is still there"
     assert used[3].nbytes == 3072
+
+
+def test_what_killed_processes_left_in_memory_can_be_removed(tmp_path: Path, open_dataset: Opener) -> None:
+    for name in ("killed", "living"):
+        write_files(tmp_path / name, 30)
+
+    def train() -> None:
+        open_dataset(tmp_path / "killed", decode=RECORD, memory_limit=1 << 20)[3]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert wait_for_end(fork(train)) == -signal.SIGKILL
+    before = set(list_files(open_dataset.memory))
+    open_dataset(tmp_path / "living", decode=RECORD, memory_limit=1 << 20)[3]
+    of_living = set(list_files(open_dataset.memory)) - before
+    remove_unused_memory(Settings(cache_memory_directory=str(open_dataset.memory)))
+    assert len(before) > 3
+    assert of_living <= set(list_files(open_dataset.memory))
+    assert not before & set(list_files(open_dataset.memory))
+    open_dataset.close()
+    assert not list_files(open_dataset.memory)
+
+
+def test_memory_in_a_folder_that_another_user_prepared_is_not_removed(tmp_path: Path, open_dataset: Opener) -> None:
+    write_files(tmp_path / "theirs", 2)
+    (tmp_path / "theirs/memory-x.users").touch()
+    (tmp_path / "theirs/memory-x").symlink_to(tmp_path / "theirs/a")
+    open_dataset.memory.mkdir()
+    (open_dataset.memory / f"topkube-{os.geteuid()}").symlink_to(tmp_path / "theirs")
+    before = list_files(tmp_path)
+    remove_unused_memory(Settings(cache_memory_directory=str(open_dataset.memory)))
+    assert list_files(tmp_path) == before
 
 
 def test_memory_of_killed_processes_is_not_used(tmp_path: Path, open_dataset: Opener) -> None:

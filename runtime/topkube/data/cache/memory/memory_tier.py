@@ -49,7 +49,7 @@ class MemoryTier:
         self.folder = directory / f"memory-{name}"
         self._user_lock = FileLock(directory / f"memory-{name}.users")
         make_private_folder(directory)
-        _remove_unused_tiers(directory)
+        remove_unused_tiers(directory)
         self._user_lock.acquire(shared=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.is_frozen = False
@@ -262,7 +262,7 @@ def _compute_checksum(arrays: Iterable[Array]) -> int:
     return int(state.intdigest())
 
 
-def _remove_unused_tiers(directory: Path) -> None:
+def remove_unused_tiers(directory: Path) -> None:
     """Remove the tiers that no process uses: their users were killed. Their samples may be incomplete, and they take
     memory."""
     for path in directory.glob("memory-*.users"):
