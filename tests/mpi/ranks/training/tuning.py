@@ -64,8 +64,6 @@ def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
             assert optimizer.tuning.is_settled
             assert not optimizer.tuning.choice.algorithm.compresses or "kept" in optimizer.tuning.summary
             assert f"{name} is " in optimizer.tuning.summary
-            assert optimizer.tuning.measured is not None
-            assert optimizer.tuning.measured.between > 0  # also if some ranks exchange nothing between nodes
         optimizer.unwrap()
 
 

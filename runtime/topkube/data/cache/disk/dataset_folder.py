@@ -213,11 +213,12 @@ class DatasetFolder:
 
     def quarantine(self, key: str) -> None:
         """Move a damaged shard to the folder `quarantine`. The last damaged shards are kept there for inspection."""
+        index = self.get_index_path(key).name
         self.log.remove(key)
         with self.open_shard_folder(key) as shards, self.open_subfolder("quarantine") as quarantine:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(key, f"{time.time_ns()}-{key}", src_dir_fd=shards, dst_dir_fd=quarantine)
-            remove_file(shards, self.get_index_path(key).name)
+            remove_file(shards, index)
             for old in sorted(os.listdir(quarantine))[:-_MOST_QUARANTINED]:
                 remove_file(quarantine, old)
 
