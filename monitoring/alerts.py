@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 RUNBOOK_BASE_URL = "https://topkube.dev/docs"
 """The default of the chart's value metrics.alerts.runbookBaseUrl."""
 SELECTORS = ("jobs", "operator", "agents")
@@ -393,61 +391,3 @@ OPERATOR = (
 )
 GROUPS = {"topkube-jobs": JOBS, "topkube-cache": CACHE, "topkube-nodes": NODES, "topkube-operator": OPERATOR}
 ALERTS = tuple(alert for group in GROUPS.values() for alert in group)
-
-
-def build_rules() -> str:
-    """Return the rules file, which Prometheus loads as it is."""
-    groups = [{"name": name, "rules": [alert.build_rule() for alert in group]} for name, group in GROUPS.items()]
-    return _format_yaml({"groups": groups})
-
-
-def build_templates() -> str:
-    """Return the file from which the chart makes the rules of a release."""
-    groups = [{"name": name, "rules": [alert.build_template() for alert in group]} for name, group in GROUPS.items()]
-    return _format_yaml({"groups": groups})
-
-
-def build_markdown() -> str:
-    """Return docs/alerts.md."""
-    lines = [_HEAD]
-    for alert in ALERTS:
-        thresholds = ", ".join(f"`{name}: {value:g}`" for name, value in alert.thresholds.items())
-        runbook = f"[{alert.runbook.replace('-', ' ')}](runbooks/{alert.runbook}.md)"
-        lines.append(
-            f"| {alert.name} | {alert.severity} | {alert.meaning} | {alert.lasting} | {thresholds} | {runbook} |\n"
-        )
-    return "".join(lines)
-
-
-_HEAD = """# Alerts
-
-`charts/topkube/files/alerts.yaml` has the rules as Prometheus, vmalert and Mimir load them. They are right for all
-releases of a cluster. The chart makes a PrometheusRule from the same rules for its own release, and takes
-changes of single alerts:
-
-```yaml
-metrics:
-  alerts:
-    runbookBaseUrl: https://wiki.example.org/topkube
-    extraLabels: {team: ml-platform}      # labels of all alerts
-    severities: {critical: page}          # other names of severities
-    disabled: [TopKubeCacheHitRatioLow]
-    rules:
-      TopKubeCheckpointTooOld:
-        severity: critical
-        for: 10m
-        labels: {team: research}
-        thresholds: {seconds: 3600}
-```
-
-The chart refuses names of alerts and thresholds that do not exist.
-
-This page is generated: `python -m monitoring` writes it.
-
-| alert | severity | fires if | for | thresholds | runbook |
-|---|---|---|---|---|---|
-"""
-
-
-def _format_yaml(value: Any) -> str:
-    return str(yaml.safe_dump(value, sort_keys=False, width=10_000))

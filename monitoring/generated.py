@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from monitoring import alerts, reference, values
+from monitoring import alert_files, reference, values
 from monitoring.dashboards import DASHBOARDS
 
 ROOT = Path(__file__).parents[1]
@@ -17,9 +17,9 @@ def build_files() -> dict[str, str]:
         "docs/metrics.md": reference.build_markdown(),
         "docs/chart-values.md": values.build_markdown(ROOT / "charts/topkube/values.yaml"),
         **dashboards,
-        "charts/topkube/files/alerts.yaml": alerts.build_rules(),
-        "charts/topkube/files/alert-templates.yaml": alerts.build_templates(),
-        "docs/alerts.md": alerts.build_markdown(),
+        "charts/topkube/files/alerts.yaml": alert_files.build_rules(),
+        "charts/topkube/files/alert-templates.yaml": alert_files.build_templates(),
+        "docs/alerts.md": alert_files.build_markdown(),
     }
 
 
