@@ -1,22 +1,15 @@
-"""`topkube plan`: what it reads, predicts, advises and refuses."""
+"""`topkube plan`: what it predicts and advises."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import RESNET, SAMPLE, read_plan
 
-from topkube.algorithms import Machines, find_algorithm
 from topkube.cli.entry import run_app
-from topkube.cli.plan.options import parse_link, parse_seconds
-from topkube.planning.situation import Situation
-from topkube.planning.step import predict_step
-from topkube.planning.traced_profile import read_traced_profile
-
-SAMPLE = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
 
 
 def test_a_plan_counts_16_bits_and_a_period(tmp_path: Path, capsys: Any) -> None:
@@ -71,11 +64,6 @@ def test_auto_uses_16_bits_only_if_the_job_allows_them_and_the_link_is_slow(caps
     assert wires == {(slow, ()): "fp32", (slow, allowed): "bf16", (fast, ()): "fp32", (fast, allowed): "fp32"}
 
 
-def read_plan(*arguments: str, capsys: Any) -> dict[str, Any]:
-    assert run_app(["plan", *arguments, "-o", "json"]) == 0
-    return dict(json.loads(capsys.readouterr().out))
-
-
 def test_the_plan_of_resnet_50_on_16_nodes_has_the_right_bytes_and_times(capsys: Any) -> None:
     """ResNet-50 over 16 nodes at 25 Gbit/s: 192 MB dense, 15 MB at 1%."""
     options = ["--workers", "16", "--slots", "8", "--parameters", "25.6M", "--link", "25Gbit/s", "--compute", "0.15"]
@@ -123,101 +111,6 @@ def test_without_the_time_of_a_step_what_auto_takes_is_unknown(tmp_path: Path, c
         assert read_plan(*command, *options, capsys=capsys)["chosen"] == "hierarchical", "nothing else is possible"
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--link", "fast"),
-        ("--link", "1e-320bit/s"),
-        ("--link", "25"),
-        ("--link", "0"),
-        ("--link", "1.2.3Gbit/s"),
-        ("--link", "10GBPS"),
-        ("--compute", "100m"),
-        ("--compute", "100 minutes"),
-        ("--parameters", "0"),
-        ("--parameters", "0.5"),
-        ("--parameters", "1e300"),
-        ("--memory", "20Gbit/s"),
-        ("--memory", "20Gb/s"),
-        ("--memory", "20"),
-        ("--memory", "20/s"),
-        ("--memory", "0"),
-        ("--density", "2"),
-        ("--wire", "int8"),
-        ("--dense-wire", "int8"),
-        ("--compute", "0"),
-    ],
-)
-def test_invalid_options_are_refused(option: str, value: str, capsys: Any) -> None:
-    assert run_app(["plan", option, value]) == 2
-    assert f"{option} is" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("20GB/s", 20e9),
-        ("20 G", 20e9),
-        ("7.2TB/s", 7.2e12),
-        ("900 gB/s", 900e9),
-        ("3e11B/s", 3e11),
-        ("16GiB/s", 16 << 30),
-        ("20mB/s", 20e6),
-    ],
-)
-def test_memory_rates_are_read_in_every_unit(text: str, value: float, capsys: Any) -> None:
-    rows = {memory: read_plan("--memory", memory, capsys=capsys)["algorithms"] for memory in (text, "1GB/s")}
-    seconds = {memory: row[0]["insideSeconds"] for memory, row in rows.items()}
-    assert seconds["1GB/s"] * 1e9 == pytest.approx(seconds[text] * value)
-
-
-@pytest.mark.parametrize(
-    ("text", "bits"),
-    [
-        ("10Gbit/s", 10e9),
-        ("100mbit", 100e6),
-        ("25gbit/s", 25e9),
-        ("25GBIT/S", 25e9),
-        ("10G", 10e9),
-        ("10gbps", 10e9),
-        ("10Gb/s", 10e9),
-        ("10GB/s", 80e9),
-        ("1GiB/s", 8 * 2.0**30),
-        ("1e9", 1e9),
-        ("25000000", 25e6),
-    ],
-)
-def test_rates_of_links_are_read_in_bits_or_bytes(text: str, bits: float) -> None:
-    assert parse_link(text, "--link") * 8 == pytest.approx(bits)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("0.1", 0.1), ("0.1s", 0.1), ("100ms", 0.1), ("100 MS", 0.1)])
-def test_times_are_read_in_seconds_or_milliseconds(text: str, seconds: float) -> None:
-    assert parse_seconds(text, "--compute") == pytest.approx(seconds)
-
-
-def test_a_refused_rate_lists_the_accepted_forms(capsys: Any) -> None:
-    assert run_app(["plan", "--link", "25"]) == 2
-    assert "write it as 10Gbit/s, 400Mbit, 10Gbps or 1.25GB/s" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_memory_of_a_device_is_read_in_powers_of_1000_or_1024(capsys: Any) -> None:
-    samples = [
-        read_plan(*RESNET, "--device-memory", memory, capsys=capsys)["advice"]["largestBatchInMemory"]
-        for memory in ("16GB", "16GiB", "16Gi", "16gib")
-    ]
-    assert samples[0] < samples[1] == samples[2] == samples[3]
-
-
-@pytest.mark.parametrize(
-    "option", ["--workers", "--slots", "--cores", "--network-cores", "--batch", "--data", "--spread"]
-)
-@pytest.mark.parametrize("value", ["9" * 400, "nan", "inf", "-1"])
-def test_numbers_without_a_meaning_are_refused(option: str, value: str, capsys: Any) -> None:
-    assert run_app(["plan", "--model", "gpt2", "--compute", "0.1", option, value]) == 2
-    assert f"Invalid value for '{option}'" in capsys.readouterr().err
-
-
 def test_the_network_takes_fewer_cores_than_a_node_has(capsys: Any) -> None:
     command = ["--model", "resnet50-96", "--compute", "0.1", "--device", "cpu", "--link", "25Gbit/s"]
     steps = {}
@@ -227,10 +120,6 @@ def test_the_network_takes_fewer_cores_than_a_node_has(capsys: Any) -> None:
     assert steps["0"]["hierarchical"] < steps["0.5"]["hierarchical"]
     assert run_app(["plan", *command, "--cores", "2", "--network-cores", "2"]) == 2
     assert "--network-cores is 2, but a node has 2 cores" in capsys.readouterr().err
-
-
-RESNET = ["--model", "resnet50", "--workers", "16", "--slots", "8", "--link", "25Gbit/s", "--memory", "300GB/s"]
-RESNET += ["--compute", "30TFLOP/s", "--batch", "64"]
 
 
 def test_a_built_in_model_is_planned_for_2_to_4096_nodes(capsys: Any) -> None:
@@ -360,123 +249,6 @@ def test_a_low_rank_is_that_of_the_job(tmp_path: Path, capsys: Any) -> None:
     assert sent[1] == 3 * sent[0] > 0
 
 
-def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: Any) -> None:
-    """The updates within forward count as updates, not as forward. The time of forward is divided among the layers as
-    in the trace."""
-    content = build_trace()
-    forward = next(event for event in content["traceEvents"] if event["cat"] == "forward")
-    parts = [("optimizer", "optimizer", 2.0, 1.0), ("forward", "first", 3.0, 2.0), ("forward", "last", 6.0, 5.0)]
-    content["traceEvents"] += [
-        {**forward, "cat": category, "name": name, "ts": at * 1e3, "dur": 1.2e3 * time, "tdur": 1e3 * time}
-        for category, name, at, time in parts
-    ]
-    content["otherData"]["overlap"] = "dear"
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps(content))
-    profile = read_plan("--trace", str(path), capsys=capsys)["profile"]
-    assert profile["forwardSeconds"] == pytest.approx(0.009)
-    assert profile["updateSeconds"] == pytest.approx(0.003)
-    assert read_traced_profile(content).forward_seconds == pytest.approx((0.009 * 5 / 7, 0.009 * 2 / 7))
-
-
-def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps(build_trace()))
-    plan = read_plan("--trace", str(path), "--workers", "2", "--link", "100Mbit/s", capsys=capsys)
-    assert plan["parameters"] == 3_000_000
-    profile = plan["profile"]
-    assert profile["latencySeconds"] == 50e-6  # the default
-    assert profile["forwardSeconds"] == pytest.approx(0.010)
-    assert profile["backwardSeconds"] == pytest.approx(0.030)
-    assert profile["updateSeconds"] == pytest.approx(0.002)
-    assert profile["otherSeconds"] == pytest.approx(0.008)
-    rows = {row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]}
-    assert rows["hierarchical"] > 12e6 * 8 / 100e6
-    content = build_trace()
-    content["otherData"]["latencySeconds"] = 20e-6
-    path.write_text(json.dumps(content))
-    faster = read_plan("--trace", str(path), "--compute", "0.004", "--link", "100Mbit/s", capsys=capsys)
-    assert faster["profile"]["latencySeconds"] == 20e-6
-    assert faster["profile"]["forwardSeconds"] == pytest.approx(0.001)
-
-
-def test_a_trace_of_onebit_measures_the_exchange_of_weights() -> None:
-    content = build_trace()
-    content["otherData"] |= {"nodes": 2, "ranksPerNode": [1, 1], "algorithm": "onebit"}
-    profile = read_traced_profile(content)
-    step = {
-        delay: predict_step(profile, Situation(Machines(2, 1, 1e15, 20e9), delay=delay), find_algorithm("onebit")).step
-        for delay in (0, 1)
-    }
-    agreement = 2 * 50e-6
-    assert step[0] == pytest.approx(0.050 + 0.003 + agreement)  # a part travels while the others are packed and added
-    assert step[1] == pytest.approx(0.050 + 0.0015 + agreement)  # what is added to the weights is not hidden
-
-
-def test_measured_steps_are_not_compared_with_bounds(tmp_path: Path, capsys: Any) -> None:
-    """The thread of the traced algorithm takes 100 ms for a bucket: far longer than any bound."""
-    paths = {}
-    for algorithm in ("hierarchical", "int8"):
-        content = build_trace()
-        [step] = [event for event in content["traceEvents"] if event["cat"] == "step"]
-        step["args"]["communication_cpu_ms"] = 100.0
-        args = {"bucket": 0, "elements": 3_000_000, "itemsize": 4, "algorithm": algorithm}
-        place = {"name": "bucket 0", "pid": 0, "tid": 2, "ts": 50e3, "dur": 1e3, "tdur": 1e3}
-        content["traceEvents"].append({"ph": "X", "cat": "bucket", **place, "args": args})
-        content["otherData"] |= {"nodes": 2, "ranksPerNode": [1, 1]}
-        paths[algorithm] = tmp_path / f"{algorithm}.json"
-        paths[algorithm].write_text(json.dumps(content))
-    dense = tmp_path / "dense.yaml"
-    dense.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense"))
-    options = [str(dense), "--slots", "1", "--link", "10Gbit/s", "--trace", str(paths["hierarchical"])]
-    for others, measured in (([], {"hierarchical"}), (["--trace", str(paths["int8"])], {"hierarchical", "int8"})):
-        plan = read_plan(*options, *others, capsys=capsys)
-        steps = {row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]}
-        assert {row["algorithm"] for row in plan["algorithms"] if row["measured"]} == measured
-        assert steps["int4"] < steps["hierarchical"], "a bound is shorter"
-        assert plan["advice"]["fastest"] in measured
-        assert {name for name, row in plan["advice"]["breakEven"].items() if row["comparable"]} == measured & {"int8"}
-    assert run_app(["plan", *options]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith('With "bound", ') for line in lines)
-    rows = {name: next(line.split() for line in lines if f" {name} " in line) for name in ("hierarchical", "int8")}
-    assert (rows["hierarchical"][-1], rows["int8"][-1]) == ("measured", "bound")
-    [break_even] = [line for line in lines if line.startswith("break-even: int8 ")]
-    assert break_even.endswith("(compares a measured step with a bound)")
-
-
-def build_trace() -> dict[str, Any]:
-    """Return the trace of a step of 60 ms, of which the thread computes 50 ms."""
-
-    def build_span(category: str, name: str, start: float, milliseconds: float, **args: Any) -> dict[str, Any]:
-        times = {"ts": start * 1e3, "dur": milliseconds * 1.2e3, "tdur": milliseconds * 1e3}
-        return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 1, **times, "args": args}
-
-    def build_ready_mark(name: str, elements: int, at: float) -> dict[str, Any]:
-        args = {"parameter": name, "elements": elements, "itemsize": 4, "small": False}
-        return {
-            "ph": "i",
-            "cat": "gradient",
-            "name": "gradient ready",
-            "pid": 0,
-            "tid": 1,
-            "ts": at * 1e3,
-            "args": args,
-        }
-
-    events = [
-        {**build_span("step", "step 3", 0, 50, step=3, compute_cpu_ms=50.0, communication_cpu_ms=3.0), "dur": 60e3},
-        build_span("forward", "forward", 1, 10),
-        build_span("backward", "backward", 14, 30),
-        build_span("backward", "last", 14, 20),
-        build_ready_mark("last.weight", 2_000_000, 38),
-        build_span("backward", "first", 38, 10),
-        build_ready_mark("first.weight", 1_000_000, 50),
-        build_span("optimizer", "optimizer", 55, 2),
-    ]
-    return {"otherData": {"nodes": 1, "ranksPerNode": [1], "cores": 2, "threads": 1}, "traceEvents": events}
-
-
 def test_recommendations_for_a_slow_link_and_a_small_device_are_sentences(capsys: Any) -> None:
     options = ["--model", "resnet50", "--compute", "1ms", "--link", "100Mbit/s", "--workers", "4"]
     assert run_app(["plan", *options, "--device-memory", "100MB"]) == 0
@@ -493,47 +265,3 @@ def test_the_plot_is_a_png_file(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     assert run_app(["plan", *RESNET, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "resnet99"], "--model is 'resnet99'"),
-        (["--model", "gpt2", "--parameters", "7B"], "--model and --parameters both describe the model"),
-        (["--compute", "30TFLOP/s"], "add --model and --batch"),
-        (["--device", "tpu"], "--device is 'tpu'"),
-        (["--plot", "plan.png"], "--plot needs the time of a step"),
-        (["--trace", "absent.json"], "the trace absent.json cannot be read"),
-        (["--model", "gpt2", "--compute", "0.1", "--device-memory", "much"], "--device-memory is 'much'"),
-        (["--model", "gpt2", "--compute", "0.1", "--device-memory", "16"], "--device-memory is '16'"),
-        (["--model", "gpt2", "--device-memory", "16GB"], "the largest batch is unknown"),
-        (["--compute", "0.1", "--device-memory", "16GB"], "the largest batch is unknown"),
-        (["--model", "gpt2", "--compute", "0.1", "--dear"], "--dear is set, and the gradients are on a GPU"),
-        (["--dear", "--no-overlap"], "--dear is set, and exchanges do not overlap"),
-        (["--delay", "1", "--no-overlap"], "--delay is 1, and exchanges do not overlap"),
-    ],
-)
-def test_options_that_contradict_or_miss_each_other_are_refused(options: list[str], message: str, capsys: Any) -> None:
-    assert run_app(["plan", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_files_that_are_not_traces_are_refused(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "trace.json"
-    for content, message in [
-        ("[1, 2", "cannot be read"),
-        ("{}", "has no traceEvents"),
-        ('{"traceEvents": []}', "has no whole training step"),
-        ('{"traceEvents": [{"ts": 1, "cat": "step", "ph": "X", "pid": 0, "dur": 5}]}', "contains no gradients"),
-        ('{"traceEvents": [7]}', "cannot be used"),
-        ('{"traceEvents": [], "otherData": []}', "is not a trace"),
-        ('{"traceEvents": ' + "[" * 100_000, "cannot be read"),
-    ]:
-        path.write_text(content)
-        assert run_app(["plan", "--trace", str(path)]) == 2
-        assert message in capsys.readouterr().err
-    assert run_app(["plan", "--trace", str(tmp_path / "..")]) == 2
-    assert "contains no trace of a rank" in capsys.readouterr().err
-    (tmp_path / "rank-0.json").write_text('{"otherData": {"originUnixNanoseconds": 1}, "traceEvents": []}')
-    assert run_app(["plan", "--trace", str(tmp_path)]) == 2
-    assert "has no whole training step" in capsys.readouterr().err

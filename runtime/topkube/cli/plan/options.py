@@ -12,6 +12,7 @@ from topkube.errors import ArgumentError
 _LEAST, _MOST = 1e-9, 1e18
 """The bounds of all numbers with units: beyond them, a number is a slip, and its results would mean nothing."""
 _LEAST_PLAIN = 1e6
+"""The least number without a unit. A smaller one would be a link of a few bits per second: its unit was forgotten."""
 _NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)((?i:e)[+-]?[0-9]+)?"
 _PREFIX = r"(?P<prefix>[kKmMgGtTpPeE]i?|)"
 _SCALES = {
