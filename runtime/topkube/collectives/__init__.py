@@ -90,7 +90,7 @@ def allreduce_(
         return array
     except BaseException as error:
         if world.calls > calls:
-            world.leave(error)
+            world.leave_collective(error)
         raise
     finally:
         occupancy.leave()

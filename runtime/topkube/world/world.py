@@ -107,9 +107,8 @@ class World:
     theirs."""
     is_closed: bool = False
     """True after `shutdown` or `close`."""
-    left: str = ""
-    """The error with which this rank has left a collective before its end: it is out of step with the others since
-    then. "" if there was none."""
+    out_of_step: str = ""
+    """The error with which this rank has left a collective before its end; "" if there was none."""
     _lost_connections: LostConnections = field(default_factory=LostConnections)
     _has_warned: bool = False
     _process: int = field(default_factory=os.getpid)
@@ -158,11 +157,11 @@ class World:
             raise WorldError(
                 "this world was closed", next_step="create another one: topkube.init(), topkube.new_world()"
             )
-        if self.left:
+        if self.out_of_step:
             raise CollectiveError(
                 f"rank {self.members[self.rank]} has left a collective before its end, so it is out of step with the"
                 " other ranks",
-                cause=f"the script went on after an error: {self.left}",
+                cause=f"the script went on after an error: {self.out_of_step}",
                 next_step="let such an error end the script, and start it again from its last checkpoint",
             )
         self.counts[series] += 1
@@ -212,7 +211,7 @@ class World:
             try:
                 wait_for_links(self.links, messages, check, self.crowding)
             except BaseException as error:
-                self.leave(error, messages, meanwhile)
+                self.leave_collective(error, messages, meanwhile)
                 raise
             return
 
@@ -235,19 +234,19 @@ class World:
         try:
             wait_until(ready, check, self.crowding, pause_seconds, sleep, self.links)
         except BaseException as error:
-            self.leave(error, ready, meanwhile)
+            self.leave_collective(error, ready, meanwhile)
             raise
 
-    def leave(self, error: BaseException, *users: Any) -> None:
+    def leave_collective(self, error: BaseException, *users: Any) -> None:
         """Note that `error` has ended a collective of this rank before its end. MPI may still write to the memory of
         its messages, and read it: that of `users`, and of the frames that the error has passed, is kept. A mismatch
         leaves no rank out of step: all ranks raise it before they use a value."""
         if self.size == 1:
             return
-        _kept.append((users, error.__traceback__))
-        if not self.left and not isinstance(error, MismatchError):
+        _kept_messages.append((users, error.__traceback__))
+        if not self.out_of_step and not isinstance(error, MismatchError):
             what = getattr(error, "what", "") or str(error)
-            self.left = f"{type(error).__name__}: {what}" if what else type(error).__name__
+            self.out_of_step = f"{type(error).__name__}: {what}" if what else type(error).__name__
 
     def _build_check(
         self, what: str, meanwhile: Callable[[], None] | None, series: WaitSeries
@@ -310,7 +309,7 @@ class World:
             RollCall(own, what, number, list(missing), waited_for, time.time()).write(self.run_directory)
         other_waits = {other: self.translate_ranks(ranks) for other, ranks in roll.group_other_waits(place).items()}
         error = build_timeout(place, own, missing, other_waits, self.deadline_seconds)
-        self.leave(error)
+        self.leave_collective(error)
         raise error
 
     def close(self) -> None:
@@ -345,7 +344,7 @@ class World:
         return tuple(self.members[rank] for rank in ranks)
 
 
-_kept: list[Any] = []
+_kept_messages: list[Any] = []
 """What holds the memory of messages that were under way when an error ended a collective."""
 _leaving: set[int] = set()
 """The identities of the threads that must leave their waits."""
