@@ -61,7 +61,7 @@ class AgreedWeightsCheck(WeightsCheck):
 
     def _digest_settings(self) -> float:
         groups = self._optimizer.param_groups
-        return digest([[(name, _read_numbers(group.get(name))) for name in _SETTINGS] for group in groups])
+        return digest([[(name, _round_numbers(group.get(name))) for name in _SETTINGS] for group in groups])
 
     def _digest_shards(self) -> float:
         return _digest_arrays(self._exchange.agreed)
@@ -80,11 +80,12 @@ class AgreedWeightsCheck(WeightsCheck):
         return f"{start}: {name_ranks(ranks)} have other weights than their node, or agree on other weights"
 
 
-def _read_numbers(value: Any) -> list[float]:
-    """Return a setting, which may be a tensor or a pair, as numbers; nothing if the optimizer has no such setting."""
+def _round_numbers(value: Any) -> list[str]:
+    """Return a setting, which may be a tensor or a pair, as numbers of six digits; nothing if the optimizer has no such
+    setting. Schedulers call functions such as cos, whose last bits depend on the processor."""
     if value is None:
         return []
-    return [float(number) for number in (value if isinstance(value, tuple | list) else (value,))]
+    return [f"{float(number):.5e}" for number in (value if isinstance(value, tuple | list) else (value,))]
 
 
 def _digest_arrays(arrays: list[Array]) -> float:
