@@ -154,7 +154,7 @@ class Agent:
 
     def _read_claims(self) -> None:
         try:
-            claims, _ = self._cluster.list("PersistentVolumeClaim", None, names.NODE_CACHE)
+            claims, _ = self._cluster.list("PersistentVolumeClaim", None, names.NODE_CACHE, may_lag=True)
         except ApiError as error:
             self._warn_once("claims", f"cannot read which namespaces have a node cache: {error}")
             return
@@ -201,7 +201,7 @@ class Agent:
         if known is not None and now - known.at < CLUSTER_SECONDS:
             return known
         try:
-            objects, _ = self._cluster.list(CACHED_KIND, namespace, metadata_only=True)
+            objects, _ = self._cluster.list(CACHED_KIND, namespace, metadata_only=True, may_lag=True)
         except ApiError as error:
             self._warn_once("cluster", f"cannot list the CachedDatasets of {namespace}: {error}")
             return None
@@ -218,10 +218,15 @@ class Agent:
         if object_name in listing.versions:
             stored = self._cluster.get(CACHED_KIND, namespace, object_name)
         elif name in self._pin_requests:
-            _log.info("%s/%s was deleted: its data is removed when no job reads it", namespace, object_name)
-            del self._pin_requests[name]
-            self._deleted.add(name)
-            return
+            try:
+                stored = self._cluster.get(CACHED_KIND, namespace, object_name)  # the listing may lag behind
+            except ApiError as error:
+                if error.status != http.HTTPStatus.NOT_FOUND:
+                    raise
+                _log.info("%s/%s was deleted: its data is removed when no job reads it", namespace, object_name)
+                del self._pin_requests[name]
+                self._deleted.add(name)
+                return
         elif dataset is None or not dataset.cached_bytes or not listing.has_room:
             return
         else:

@@ -84,25 +84,40 @@ class ApiClient:
         return self.call("GET", self._build_path(kind, namespace, name))
 
     def list(
-        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False
+        self,
+        kind: str,
+        namespace: str | None,
+        selector: str = "",
+        *,
+        metadata_only: bool = False,
+        may_lag: bool = False,
     ) -> tuple[list[dict[str, Any]], str]:
         """Return the objects of a kind, and the resource version of the list, from which a watch can continue.
 
         If `namespace` is None, the objects of all namespaces are returned. `selector` is a label selector. With
-        `metadata_only`, the objects have no spec and no status."""
+        `metadata_only`, the objects have no spec and no status. With `may_lag`, the API server answers from its memory,
+        which costs it little and may lack the last changes: for callers that ask again and again."""
         objects, version = list[dict[str, Any]](), ""
-        for page, page_version in self.list_pages(kind, namespace, selector, metadata_only=metadata_only):
+        pages = self.list_pages(kind, namespace, selector, metadata_only=metadata_only, may_lag=may_lag)
+        for page, page_version in pages:
             objects += page
             version = page_version
         return objects, version
 
     def list_pages(
-        self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False
+        self,
+        kind: str,
+        namespace: str | None,
+        selector: str = "",
+        *,
+        metadata_only: bool = False,
+        may_lag: bool = False,
     ) -> Iterator[tuple[Sequence[dict[str, Any]], str]]:
         """Yield the objects of `list` in pages, each with the resource version of the list. All objects of a large
         cluster need many times the memory of what the watch cache keeps of them."""
         accept = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io" if metadata_only else ""
-        query = {"limit": "500", **({"labelSelector": selector} if selector else {})}
+        query = {"resourceVersion": "0"} if may_lag else {"limit": "500"}  # from its memory, it answers in one page
+        query |= {"labelSelector": selector} if selector else {}
         more: str | None = ""
         while more is not None:
             page = self.call("GET", self._build_path(kind, namespace), query=query, accept=accept)

@@ -35,14 +35,18 @@ class ClaimsApiServer:
         self.calls: collections.Counter[str] = collections.Counter()
         self.quota: int | None = None
         """The most CachedDatasets that a ResourceQuota allows."""
+        self.lags = False
+        """True while the memory of the API server has no CachedDatasets yet."""
 
     def list(
-        self, kind: str, namespace: Any, selector: str = "", *, metadata_only: bool = False
+        self, kind: str, namespace: Any, selector: str = "", *, metadata_only: bool = False, may_lag: bool = False
     ) -> tuple[list[dict[str, Any]], str]:
+        assert may_lag, "a thousand agents that read from etcd every ten seconds slow the cluster down"
         if kind == CACHED_KIND:
             self.calls["list"] += 1
             assert metadata_only, "the status of one may have 200 KB"
-            return [{"metadata": entry["metadata"]} for key, entry in self.objects.items() if key[0] == namespace], "1"
+            objects = {} if self.lags else self.objects
+            return [{"metadata": entry["metadata"]} for key, entry in objects.items() if key[0] == namespace], "1"
         claims = [
             {
                 "metadata": {"name": "topkube-node-cache", "namespace": claim},
@@ -134,6 +138,25 @@ def test_datasets_that_a_job_evicted_are_reported_too(volume: Volume, api: Claim
     agent.run_once()
     (stored,) = api.objects.values()
     assert (stored["status"]["nodes"], stored["status"]["where"]) == ([], None)
+
+
+def test_an_api_server_that_lags_behind_removes_no_data(volume: Volume, api: ClaimsApiServer) -> None:
+    cluster: Any = api
+    api.claims = ["team-a"]
+    agent = Agent(cluster, volume, "n1", CacheLimits())
+    agent.run_once()
+    store_dataset(volume.root, "team-a", "s3://bucket/data")
+    agent.run_once()
+    (key,) = api.objects
+    api.lags = True
+    agent.run_once()
+    agent.run_once()
+    assert len(volume.read_datasets("team-a")) == 1
+    api.lags = False
+    del api.objects[key]
+    agent.run_once()  # sees that the CachedDataset is gone
+    agent.run_once()
+    assert volume.read_datasets("team-a") == []
 
 
 def test_the_agent_evicts_the_least_recently_used_datasets(volume: Volume, api: ClaimsApiServer) -> None:

@@ -75,3 +75,19 @@ def test_a_misspelt_field_in_a_template_is_refused_and_not_dropped(sent: tuple[A
         cluster.create({"kind": kind, "metadata": {"namespace": "team", "name": "a"}})
         validations[kind] = last["query"].get("fieldValidation")
     assert validations == {"Pod": "Strict", "Service": None}
+
+
+def test_a_list_that_may_lag_is_answered_from_memory(
+    sent: tuple[ApiClient, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, _ = sent
+    queries: list[dict[str, str]] = []
+
+    def call(method: str, path: str, *, query: dict[str, str], accept: str) -> dict[str, Any]:
+        queries.append(dict(query))
+        return {"metadata": {"resourceVersion": "7"}, "items": [{}]}
+
+    monkeypatch.setattr(cluster, "call", call)
+    assert cluster.list("Pod", "team-a", may_lag=True) == ([{}], "7")
+    assert cluster.list("Pod", "team-a") == ([{}], "7")
+    assert queries == [{"resourceVersion": "0"}, {"limit": "500"}]
