@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 Key = tuple[str, str]
 """Namespace and name of a TrainingJob."""
+_LONGEST_WAIT_SECONDS = 86400.0
+"""A thread looks again after this time. Python refuses to wait for more than 292 years at once, and the end of a pod's
+grace period may be later than that."""
 
 
 class WorkQueue:
@@ -63,7 +66,7 @@ class WorkQueue:
                     self._busy[key] = self._advanced_at[key] = self._moved_at = time.monotonic()
                     self._observe_wait(self._busy[key] - self._ready.pop(key))
                     return key
-                self._changed.wait(wait)
+                self._changed.wait(None if wait is None else min(wait, _LONGEST_WAIT_SECONDS))
 
     def done(self, key: Key) -> None:
         """End the work on a key that `get` returned."""

@@ -101,3 +101,12 @@ def test_the_queue_keeps_the_earliest_appointment_of_each_key(appointments: list
     assert queue.count_scheduled() <= len(earliest) + len(earliest) // 2
     kept = {key: due for due, key in sorted(queue._later, reverse=True)}
     assert {int(name): round(due - now - 1000) for (_, name), due in kept.items()} == pytest.approx(earliest, abs=3)
+
+
+def test_a_time_centuries_ahead_ends_no_thread() -> None:
+    """A pod with a grace period of 9,223,372,036 seconds, the longest that Kubernetes adds up, is deleted. The threads
+    that waited for the end of that period died with an OverflowError, and no job was worked on any more."""
+    queue = WorkQueue()
+    queue.add_after(KEY, 9_223_372_036.0 + 5.0)
+    threading.Timer(0.05, queue.close).start()
+    assert queue.get() is None
