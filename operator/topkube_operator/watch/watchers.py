@@ -208,6 +208,8 @@ class Watchers:
                 self._wake(self.audit())
             except ApiError as error:
                 _log.warning("the list of jobs could not be compared: %s", error)
+            except Exception:  # such as an answer that is not JSON, from a proxy in front of the API server
+                _log.exception("the list of jobs could not be compared")
 
     def audit(self) -> set[Key]:
         """Compare the jobs that kopf has reported with a list, and return the keys of changed jobs. Nobody reports a

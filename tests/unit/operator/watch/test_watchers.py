@@ -203,6 +203,28 @@ def test_a_job_whose_change_no_watch_reported_is_read_again() -> None:
     assert watchers.audit() == set()
 
 
+def test_an_answer_that_is_not_json_does_not_end_the_comparison_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy in front of the API server answered once with a page of its own. From then on, nobody noticed deletions
+    that a watch had missed."""
+    monkeypatch.setattr(watchers_module, "_AUDIT_SECONDS", 0.0)
+    api, cache = WatchedApiServer(lambda kind: iter(())), WatchCache()
+    api.items = [_build_job(991, 3)]
+    list_jobs, answers = api.list, iter([ValueError("Expecting value: line 1 column 1 (char 0)")])
+
+    def list_once_not_json(kind: str, namespace: str | None, **options: Any) -> tuple[list[Manifest], str]:
+        if error := next(answers, None):
+            raise error
+        return list_jobs(kind, namespace, **options)
+
+    api.list = list_once_not_json  # type: ignore[method-assign]
+    watchers = _build_watchers(api, cache)
+    thread = threading.Thread(target=watchers._audit_forever, daemon=True)
+    thread.start()
+    wait_until(lambda: cache.find_job(("team", "train")) or not thread.is_alive())
+    watchers.stop()
+    assert cache.find_job(("team", "train")) is not None
+
+
 def test_a_list_is_stored_page_by_page() -> None:
     """All pods of a large cluster at once need more memory than an operator has."""
     api, cache = WatchedApiServer(lambda kind: iter(())), WatchCache()
