@@ -83,11 +83,23 @@ class ChildWriter:
         try:
             answer = change(*name, pod.uid)
         except ApiError as error:
-            if error.status not in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.CONFLICT):
+            if not self._is_gone("Pod", name, pod.uid, error):
                 raise
             self._cache.remove("Pod", name, pod.uid)
             return
         self._cache.put("Pod", answer)
+
+    def _is_gone(self, kind: str, name: tuple[str, str], uid: str, error: ApiError) -> bool:
+        """Return True if a call failed with `error` because no object has this UID. A conflict may have another cause:
+        writes of other clients at the same time, or an admission webhook."""
+        if error.status != http.HTTPStatus.CONFLICT:
+            return error.status == http.HTTPStatus.NOT_FOUND
+        try:
+            return bool(self._cluster.get(kind, *name)["metadata"]["uid"] != uid)
+        except ApiError as refusal:
+            if refusal.status != http.HTTPStatus.NOT_FOUND:
+                raise
+            return True
 
     def _patch_child(self, key: Key, change: StatusPatch) -> None:
         """Patch the status of a child, unless the child has changed since the plan was made."""
@@ -111,7 +123,7 @@ class ChildWriter:
         try:
             answer = self._cluster.delete(deletion.kind, *name, deletion.uid)
         except ApiError as error:
-            if error.status not in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.CONFLICT):
+            if not self._is_gone(deletion.kind, name, deletion.uid, error):
                 raise
             answer = {}
         if deletion.kind == KIND:
@@ -140,15 +152,15 @@ class ChildWriter:
                 return trouble
             if error.status == http.HTTPStatus.CONFLICT:
                 return Trouble("Conflict", f"another client wrote at the same time: {error.what}")
-            if error.status in (400, 403, 404, 422):
-                return Trouble("Refused", error.what)
             if error.status == http.HTTPStatus.TOO_MANY_REQUESTS:
                 return Trouble("Throttled", f"the API server has too many requests: {error.what}", error.wait)
             if error.status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
                 return Trouble(
                     "ServerError", f"the API server, or a webhook that it calls, fails: {error.what}", error.wait
                 )
-            raise
+            if not error.is_refusal:
+                raise
+            return Trouble("Refused", error.what)
 
     def _describe_contest(self, manifest: dict[str, Any], memory: JobMemory) -> str:
         """Return a message about a child that something else changes back after every write; empty if there is nothing

@@ -125,6 +125,8 @@ class Controller:
                     self._postpone_job(key)
                 else:
                     _log.warning("%s/%s: %s", *key, error)
+                    if error.is_refusal:
+                        self._report_refusal(key, error)
                     self._queue.add_after(key, max(self._back_off(key), error.wait * random.uniform(1.0, 1.2)))
             except Exception as error:
                 _log.exception("%s/%s: the reconcile failed", *key)
@@ -133,6 +135,14 @@ class Controller:
             finally:
                 self._queue.done(key)
                 self._metrics.observe_reconcile(time.monotonic() - begun, outcome)
+
+    def _report_refusal(self, key: Key, error: ApiError) -> None:
+        """Record an Event about a call that the API server refuses. Without it, a job whose pods may not be deleted
+        would look suspended while it runs, and a job whose status may not be written would show nothing."""
+        job = self._cache.find_job(key)
+        if job is not None:
+            message = f"the API server refuses a change that the operator needs: {error.what}. The operator tries again"
+            self._recorder.record(job["metadata"], [Event("Warning", "CallRefused", message)])
 
     def _report_error(self, key: Key, error: Exception) -> None:
         """Record an Event about an error in the operator itself: without it, the job would have no status and no

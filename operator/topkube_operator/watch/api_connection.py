@@ -26,6 +26,9 @@ _CONNECTIONS = 48
 """The most connections that are kept for later calls: enough for the workers of the controller (16), the calls of a
 batch (24), the watches and the Lease. A call beyond them opens a connection of its own."""
 _TIMEOUT = urllib3.Timeout(connect=3, read=10)
+_PASSING = (401, 408, 409, 429)
+"""The statuses below 500 of calls that may succeed soon: a token that is being renewed, a timeout, a conflict, too many
+requests."""
 _LONGEST_WAIT_SECONDS = 300.0
 """The longest wait that is accepted from the server."""
 
@@ -40,6 +43,12 @@ class ApiError(TopKubeError):
     def __init__(self, status: int, what: str, reason: str = "", wait: float = 0.0) -> None:
         self.status, self.reason, self.wait = status, reason, wait
         super().__init__(what)
+
+    @property
+    def is_refusal(self) -> bool:
+        """True if the same call would be refused again until somebody changes something: a right, a policy, a quota or
+        an object. An admission webhook chooses its status freely."""
+        return 400 <= self.status < 500 and self.status not in _PASSING
 
 
 def ignore_call(method: str, status: int, seconds: float | None) -> None:
