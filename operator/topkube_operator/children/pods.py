@@ -1,9 +1,9 @@
 """The pods of a job: the user's template with its main container wrapped, and the fields that restricted pods need.
 Pure.
 
-The operator overrides nothing in the template, except restartPolicy and the command of the wrapped container, which
-becomes the argument of `topkube worker`. Sidecars and init containers stay unchanged. `children/inheritance.py` decides
-what a launcher inherits from the workers' template.
+The operator overrides nothing in the template, except the restart policies of the pod and of the wrapped container, and
+the command of the wrapped container, which becomes the argument of `topkube worker`. Sidecars and init containers stay
+unchanged. `children/inheritance.py` decides what a launcher inherits from the workers' template.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ _POD, _CONTAINER = "the pod template's spec", "the container"
 _VISIBLE_GPUS = "NVIDIA_VISIBLE_DEVICES"
 _USER_FIELDS = ("runAsNonRoot", "runAsUser", "seccompProfile")
 """The fields of a security context that the operator sets, unless the template sets them to a value or to null."""
+_RESTART_FIELDS = ("restartPolicy", "restartPolicyRules")
+"""Fields of a container by which Kubernetes 1.34 and newer starts it again in its pod. A launcher that is started again
+hides how its attempt ended."""
 
 
 def hash_worker(job: TrainingJob) -> str:
@@ -290,6 +293,8 @@ def _build_pod(
     else:
         containers = [entry for entry in spec["containers"] if isinstance(entry, dict)]
         container = next(entry for entry in containers if entry.get("name") == role)
+    for field in _RESTART_FIELDS:
+        container.pop(field, None)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}, container
 
 

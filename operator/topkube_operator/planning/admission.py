@@ -112,9 +112,13 @@ def _warn_of_template(job: TrainingJob) -> Iterator[str]:
             )
     if pod.get("restartPolicy", "Never") != "Never":
         yield f"spec.template.spec.restartPolicy: {pod['restartPolicy']} has no effect: the operator restarts workers"
+    worker = find_worker_container(template)
+    for field in ("restartPolicy", "restartPolicyRules"):
+        if worker.get(field) is not None:
+            yield f"spec.template: {field} of the worker's container has no effect: the operator restarts workers"
     if pod.get("hostNetwork"):
         yield "spec.template.spec.hostNetwork: no NetworkPolicy protects the ranks' ports on the node's own address"
-    if find_worker_container(template).get("livenessProbe"):
+    if worker.get("livenessProbe"):
         yield "spec.template: if a livenessProbe kills a worker, the attempt of all workers ends"
 
 

@@ -366,3 +366,17 @@ def test_ranks_and_launcher_have_the_grace_period_of_the_workers_pods(grace: int
         contract.LaunchPlan.read(read_environment(launcher_container)[contract.PLAN_VARIABLE]).grace_seconds
         == seconds - 5
     )
+
+
+def test_no_kubelet_starts_a_launcher_or_a_worker_again() -> None:
+    """Kubernetes 1.34 has a restartPolicy of each container. A launcher that was started again in its pod hid how its
+    attempt had ended, and a job that had succeeded ran again."""
+    restarts = {"restartPolicy": "Always", "restartPolicyRules": [{"action": "Restart"}]}
+    worker = {"name": "worker", "image": "image:1", "command": ["python", "train.py"], **restarts}
+    sidecar = {"name": "logs", "image": "logs:1", "restartPolicy": "Always"}
+    launcher_template = {"spec": {"containers": [{"name": "launcher", **restarts}]}}
+    job = parse_job(template={"spec": {"containers": [worker, sidecar]}}, launcher={"template": launcher_template})
+    for _, container in (build_worker(job), build_launcher(job)):
+        assert not restarts.keys() & container.keys()
+    pod, _ = build_worker(job)
+    assert next(entry for entry in pod["spec"]["containers"] if entry["name"] == "logs") == sidecar

@@ -153,6 +153,10 @@ PROBABLE_MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda spec: spec["template"]["spec"]["containers"][0].update(image="registry:5000/i"), "may name another image"),
     (lambda spec: spec["template"]["spec"]["containers"][0].update(image="i:latest"), "may name another image"),
     (lambda spec: spec["template"]["spec"].update(restartPolicy="Always"), "restartPolicy: Always has no effect"),
+    (
+        lambda spec: spec["template"]["spec"]["containers"][0].update(restartPolicy="OnFailure"),
+        "restartPolicy of the worker's container has no effect",
+    ),
     (lambda spec: spec["template"]["spec"].update(hostNetwork=True), "hostNetwork"),
     (lambda spec: spec.update(workers=1, aggregation={"algorithm": "hitopk"}), "hitopk with one worker"),
     (lambda spec: spec.update(aggregation={"algorithm": "hitopk", "density": 0.5}), "about as much traffic as dense"),
