@@ -169,3 +169,33 @@ def test_watching_a_large_job_does_not_list_its_pods_for_each_change(
     assert run_app(["status", "j", "--watch", "--kubeconfig", str(start_server(answer))]) == 0
     assert len(lists) == 2, "at the start, and when the job has ended"
     assert "Succeeded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--watch"]])
+@pytest.mark.parametrize("colours", ["", "1"])
+def test_the_code_of_a_job_cannot_control_the_terminal_of_a_reader(
+    start_server: Callable[[Answers], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    colours: str,
+) -> None:
+    """A rank writes the message of its failure: it could clear the screen and write another report on it."""
+    if colours:
+        monkeypatch.setenv("FORCE_COLOR", colours)
+    message = "\x1b]0;title\x07\x1b[2J\x1b[1;1H\x9b31mall is well"
+    stored = build_job(
+        "Failed",
+        build_condition("Failed", "True", "Error", message),
+        firstFailure={"reason": "Error", "message": message, "logTail": message},
+        progress={"step": 1, "loss": "\x1b[8m"},
+    )
+
+    def answer(method: str, path: str) -> Answer:
+        return 200, json.dumps({"items": []} if "/pods" in path or "/events" in path else stored).encode(), {}
+
+    assert run_app(["status", "j", *options, "--kubeconfig", str(start_server(answer))]) == 0
+    output = capsys.readouterr().out
+    assert "^[[8m" in output
+    for sequence in ("\x1b]0;", "\x07", "\x1b[2J", "\x1b[1;1H", "\x1b[8m", "\x9b"):
+        assert sequence not in output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,8 @@ FINISHED_PHASES = ("Succeeded", "Failed")
 _NO_DNS = "MissingClusterDNS"  # not shown: jobs need no DNS
 SOME_PODS = 20
 """The pods of a job that a wait for their end reads at a time."""
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All but tabs and line ends."""
 TIMEOUT_CODE = 124
 """Exit code of a command whose --timeout has passed, like that of timeout(1)."""
 
@@ -177,6 +180,12 @@ def print_line(text: str) -> None:
 def join_lines(text: str) -> str:
     """Return a message of several lines as one line."""
     return " ".join(text.split())
+
+
+def show_controls(text: str) -> str:
+    """Return text with its control characters as kubectl shows them: ESC as ^[. A job's code writes the messages of its
+    status, and must not clear or rewrite the terminal of a person who looks at them."""
+    return _CONTROL_CHARACTERS.sub(lambda found: "^" + chr(ord(found[0]) % 32 + 64), text)
 
 
 def find_exit_code(job: dict[str, Any]) -> int:

@@ -26,6 +26,7 @@ from topkube.cli.cluster.jobs import (
     read_event_time,
     read_index,
     read_phase,
+    show_controls,
 )
 from topkube.cli.cluster.watches import JobWatch, find_list_pause
 from topkube.cli.columns import align_columns
@@ -103,7 +104,7 @@ def _show(view: View, as_json: bool) -> None:
 
     console = Console(highlight=False)
     for line in build_report(view, datetime.now(UTC), bar=console.is_terminal):
-        console.print(line, markup=True, soft_wrap=True, emoji=False)
+        console.print(show_controls(line), markup=True, soft_wrap=True, emoji=False)
 
 
 def _follow(api: Api, options: StatusOptions, name: str) -> int:
@@ -126,11 +127,11 @@ def _follow(api: Api, options: StatusOptions, name: str) -> int:
                     view = _gather_view_while_watching(api, job)
                     read_again_at = time.monotonic() + find_list_pause(len(view.pods))
                 lines = build_report(replace(view, job=job), datetime.now(UTC), bar=True)
-                live.update(Text("\n").join(Text.from_markup(line, emoji=False) for line in lines))
+                live.update(Text("\n").join(Text.from_markup(show_controls(line), emoji=False) for line in lines))
             elif options.json:
                 print(json.dumps(job), flush=True)
             else:
-                line = _format_line(job)
+                line = show_controls(_format_line(job))
                 if line != printed:
                     print(line, flush=True)
                 printed = line
@@ -186,7 +187,7 @@ def _list_all_jobs(api: Api, options: StatusOptions) -> int:
                 _format_age(metadata.get("creationTimestamp"), now),
             ]
         )
-    print("\n".join(align_columns(rows, "")))
+    print("\n".join(map(show_controls, align_columns(rows, ""))))
     return 0
 
 
