@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,14 @@ class NoEssences(kopf.DiffBaseStorage):
         pass
 
 
+class _EndlessTries:
+    """The seconds between two tries of a call of kopf, without an end. By default, kopf gives up after nine tries, and
+    the operator ends, if one of its namespaces was deleted and with it the right to watch jobs there."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((1.0, 5.0), itertools.repeat(30.0))
+
+
 def configure(settings: kopf.OperatorSettings, *, is_clusterwide: bool) -> None:
     """Change kopf's settings to those of the operator."""
     settings.posting.enabled = False
@@ -69,6 +79,8 @@ def configure(settings: kopf.OperatorSettings, *, is_clusterwide: bool) -> None:
     # With named namespaces the operator has no right to list namespaces and does not need it. kopf would retry for a
     # minute before it starts.
     settings.scanning.disabled = not is_clusterwide
+    if not is_clusterwide:
+        settings.networking.error_backoffs = _EndlessTries()
     settings.queueing.idle_timeout = 1.0
     settings.watching.server_timeout = 240
     settings.watching.chunk_size = _JOBS_PER_PAGE

@@ -34,6 +34,8 @@ _MAX_ROUNDS = 12
 """The most plans in a row for one job. After them, other jobs come first."""
 _ORPHAN_PAUSE_SECONDS = 60.0
 """The least seconds until orphans are released again after a failure."""
+_UNSERVED_SECONDS = 30.0
+"""The pause before a job is looked at again whose namespace is not served."""
 _CHECK_SECONDS = 0.5
 """How often a replica checks if it may take up postponed jobs, and if pods belong to no job."""
 _OWNERLESS_AT_ONCE = 10
@@ -41,17 +43,19 @@ _OWNERLESS_AT_ONCE = 10
 
 
 class Controller:
-    """Reconciles jobs while `is_acting` returns True. `policy` returns the admin's policy for a stored job."""
+    """Reconciles jobs while `is_acting` returns True. `policy` returns the admin's policy for a stored job. `serves`
+    returns False for a namespace whose jobs must wait, because their pods cannot be listed."""
 
     def __init__(
         self,
         context: ControlContext,
         policy: Callable[[Mapping[str, Any]], Policy],
         is_acting: Callable[[], bool],
+        serves: Callable[[str], bool] = lambda namespace: True,
     ) -> None:
         self._cluster, self._cache, self._queue = context.cluster, context.cache, context.queue
         self._recorder, self._metrics = context.recorder, context.metrics
-        self._policy, self._is_acting = policy, is_acting
+        self._policy, self._is_acting, self._serves = policy, is_acting, serves
         self._executor = PlanExecutor(context)
         self._memories: dict[str, JobMemory] = {}
         """The memory of each job, by the job's UID."""
@@ -198,6 +202,9 @@ class Controller:
     def reconcile(self, key: Key) -> bool:
         """Bring one job to its wanted state. Return True if anything was written."""
         has_written = False
+        if not self._serves(key[0]):
+            self._queue.add_after(key, _UNSERVED_SECONDS)
+            return False
         if self._is_acting():
             self._remove_stuck_pods(key)
         for round_number in range(_MAX_ROUNDS):

@@ -86,7 +86,11 @@ class Operator:
     def _list_served_jobs(self) -> Iterable[Mapping[str, Any]]:
         """Return the jobs whose series this replica serves. Replicas that stand by serve none, because they would serve
         the same series again."""
-        return self.cache.list_jobs() if self.is_acting() else ()
+        jobs = self.cache.list_jobs() if self.is_acting() else []
+        return [job for job in jobs if self._serves(job["metadata"]["namespace"])]
+
+    def _serves(self, namespace: str) -> bool:
+        return self.watchers is None or self.watchers.serves(namespace)
 
     def start(self) -> None:
         """Start all parts. Raises TopKubeError if the cluster refuses what the operator needs."""
@@ -99,7 +103,7 @@ class Operator:
         )
         detector = GangDetector(self.cluster, self.policy, self._watch_kind)
         context = ControlContext(self.cluster, self.cache, self.queue, self.recorder, self.metrics)
-        self.controller = Controller(context, detector.find_policy, self.is_acting)
+        self.controller = Controller(context, detector.find_policy, self.is_acting, self._serves)
         kinds = [*CHILDREN, *(["PodGroup"] if gang else []), *(["Workload"] if workloads else [])]
         self.watchers = Watchers(self.cluster, self.cache, options.namespaces, kinds, self.controller.wake)
         names = (socket.gethostname(), "localhost")

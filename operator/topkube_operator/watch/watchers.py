@@ -65,6 +65,7 @@ class Watchers:
         self._listed: set[tuple[str, str | None]] = set()
         """The kinds and namespaces that have been listed completely."""
         self._refused: set[tuple[str, str | None]] = set()
+        """Kinds that the API server refuses to list: OPTIONAL kinds, or those of one of several namespaces."""
         self._newest: dict[tuple[str, str | None], int] = {}
         """The version of the last list, by kind and namespace."""
         self._restores = 0
@@ -90,7 +91,13 @@ class Watchers:
 
     def is_synced(self) -> bool:
         """Return True if everything has been listed once. Nothing may be decided before that."""
-        return all(task in self._listed or task in self._refused for task in self._tasks)
+        is_listed = all(task in self._listed or task in self._refused for task in self._tasks)
+        return is_listed and any(self.serves(namespace) for namespace in self._namespaces)
+
+    def serves(self, namespace: str | None) -> bool:
+        """Return False if the API server refuses to list a kind in this namespace: somebody has deleted the namespace,
+        and with it the operator's rights there. Nothing may be decided about its jobs then."""
+        return not any(scope == namespace and kind not in OPTIONAL for kind, scope in tuple(self._refused))
 
     def is_alive(self) -> bool:
         """Return True if every watcher has heard from the API server within the last three minutes."""
@@ -116,7 +123,8 @@ class Watchers:
                 if error.status in (403, 404):  # the right or the kind may be added later
                     if (kind, namespace) not in self._refused:
                         _log.warning("cannot watch %s in %s: %s", kind, namespace or "all namespaces", error)
-                    if kind in OPTIONAL:
+                    # One of several namespaces must not keep the operator from the jobs of the others.
+                    if kind in OPTIONAL or len(self._namespaces) > 1:
                         self._refused.add((kind, namespace))
                     version, pause = "", _REFUSED_PAUSE
             except Exception:
@@ -215,7 +223,7 @@ class Watchers:
         """Compare the jobs that kopf has reported with a list, and return the keys of changed jobs. Nobody reports a
         deletion that happens while a watch is interrupted, and a watch from before a restore is silent."""
         changed: set[Key] = set()
-        for namespace in self._namespaces:
+        for namespace in filter(self.serves, self._namespaces):
             before = [job for job in self._cache.list_jobs() if namespace in (None, job["metadata"]["namespace"])]
             objects, version = self._cluster.list(KIND, namespace, metadata_only=True)
             restores = self._restores

@@ -12,6 +12,7 @@ from replica import KEY, LAUNCHER_POD, Manifest, Replica, wait_until
 
 from topkube.job import KIND
 from topkube.timestamps import format_timestamp
+from topkube_operator.control import controller as controller_module
 from topkube_operator.watch.api_connection import ApiError
 
 
@@ -95,3 +96,25 @@ def test_whatever_status_a_webhook_refuses_pods_with_the_job_states_it(replica: 
     replica.create_job()
     wait_until(lambda: replica.find_condition("Created").get("reason") == "Refused")
     assert "denied the request: no" in replica.find_condition("Created")["message"]
+
+
+def test_jobs_of_a_namespace_whose_pods_cannot_be_listed_wait(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan without its pods would take them for deleted."""
+    monkeypatch.setattr(controller_module, "_UNSERVED_SECONDS", 0.05)
+    unserved = {"team"}
+    replica.controller._serves = lambda namespace: namespace not in unserved
+    checks = list[float]()
+    add_after = replica.queue.add_after
+
+    def count_checks(key: tuple[str, str], seconds: float) -> None:
+        checks.append(seconds)
+        add_after(key, seconds)
+
+    monkeypatch.setattr(replica.queue, "add_after", count_checks)
+    replica.create_job()
+    wait_until(lambda: len(checks) >= 3)
+    assert replica.server.written == []
+    unserved.clear()
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))

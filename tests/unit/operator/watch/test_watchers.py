@@ -287,3 +287,45 @@ def test_a_pod_that_is_made_while_pods_are_listed_stays_known() -> None:
     cache.put("Pod", _build_pod(1002, "Running", "new"))
     observed = cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {})
     assert {pod.name: pod.phase for pod in observed.pods} == {"a": "Running", "new": "Running"}
+
+
+def test_a_namespace_that_was_deleted_does_not_stop_the_work_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the namespace, the operator's rights in it are gone. It never listed everything again after its next start,
+    and worked on no job at all."""
+    monkeypatch.setattr(watchers_module, "_REFUSED_PAUSE", 0.01)
+    api, cache = WatchedApiServer(lambda kind: iter(())), WatchCache()
+    api.items, forbidden = [_build_job(991, 3)], {"deleted"}
+    list_all, list_all_pages, watch_all = api.list, api.list_pages, api.watch
+
+    def check_rights(kind: str, namespace: str | None) -> None:
+        if namespace in forbidden:
+            raise ApiError(403, f"{kind} is forbidden in {namespace}", "Forbidden")
+
+    def list_objects(kind: str, namespace: str | None, **options: Any) -> tuple[list[Manifest], str]:
+        check_rights(kind, namespace)
+        return list_all(kind, namespace, **options)
+
+    def list_pages(kind: str, namespace: str | None, selector: str) -> Iterator[tuple[list[Manifest], str]]:
+        check_rights(kind, namespace)
+        yield from list_all_pages(kind, namespace, selector)
+
+    def watch(kind: str, namespace: str | None, selector: str, version: str) -> Iterator[Manifest]:
+        check_rights(kind, namespace)
+        yield from watch_all(kind, namespace, selector, version)
+
+    monkeypatch.setattr(api, "watch", watch)
+    monkeypatch.setattr(api, "list", list_objects)
+    monkeypatch.setattr(api, "list_pages", list_pages)
+    cluster: Any = api
+    watchers = Watchers(cluster, cache, ["deleted", "team"], ("Pod",), wake=lambda keys: None)
+    watchers.start()
+    wait_until(watchers.is_synced)
+    assert watchers.is_alive()
+    assert watchers.serves("team")
+    assert not watchers.serves("deleted"), "its pods are unknown"
+    assert watchers.audit() == {("team", "train")}
+    forbidden.clear()
+    wait_until(lambda: watchers.serves("deleted"))
+    forbidden.update(("deleted", "team"))
+    wait_until(lambda: not watchers.is_synced())
+    watchers.stop()
