@@ -123,6 +123,7 @@ class Controller:
             begun, outcome = time.monotonic(), "error"
             try:
                 outcome = "changed" if self.reconcile(key) else "unchanged"
+                self._end_failures(key)
             except ApiError as error:
                 if error.reason == "NotLeading":
                     outcome = "unchanged"
@@ -198,6 +199,14 @@ class Controller:
         """Count a failure of the job. Return the seconds until the next try."""
         job = self._cache.find_job(key)
         return 1.0 if job is None else self._find_memory(key, job["metadata"]["uid"]).back_off()
+
+    def _end_failures(self, key: Key) -> None:
+        """Let the pauses of a job begin with the shortest again, after a reconcile without an error: in weeks, a job
+        meets many errors that pass. Children that cannot be made keep their own pauses."""
+        with self._lock:
+            memory = self._memories.get(self._uids.get(key, ""))
+        if memory is not None and not memory.troubles:
+            memory.failures = 0
 
     def reconcile(self, key: Key) -> bool:
         """Bring one job to its wanted state. Return True if anything was written."""

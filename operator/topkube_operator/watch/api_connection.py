@@ -77,7 +77,10 @@ class ApiConnection:
     ) -> dict[str, Any]:
         """Make one call, and return the server's answer. Raises ApiError."""
         response = self.send(method, path, body, query=query, content=content, accept=accept)
-        data: dict[str, Any] = json.loads(response.data)
+        try:
+            data: dict[str, Any] = json.loads(response.data)
+        except ValueError:  # a proxy in front of the API server answers in its place
+            raise ApiError(0, f"{method} {path}: the answer is not JSON", "NotJSON") from None
         return data
 
     def send(

@@ -118,3 +118,23 @@ def test_jobs_of_a_namespace_whose_pods_cannot_be_listed_wait(
     assert replica.server.written == []
     unserved.clear()
     wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
+
+
+def test_errors_that_passed_do_not_lengthen_the_pause_after_a_later_error(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After seven errors in the whole life of a job, each error delayed it by a minute."""
+    replica.create_job()
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
+    wait_until(replica.is_idle)
+    pauses = list[float]()
+    monkeypatch.setattr(replica.queue, "add_after", lambda key, seconds: pauses.append(seconds))
+    observe = replica.controller._observe_job
+    for number in range(8):
+        failing = _fail_first(observe, ApiError(0, "the API server cannot be reached"))  # type: ignore[arg-type]
+        monkeypatch.setattr(replica.controller, "_observe_job", failing)
+        for _ in range(2):  # the first reconcile fails
+            replica.queue.add(KEY)
+            wait_until(replica.is_idle)
+        assert len(pauses) == number + 1
+    assert set(pauses) == {1.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
@@ -12,7 +13,7 @@ import urllib3
 
 from topkube_operator.model import names
 from topkube_operator.watch.api_client import ApiClient
-from topkube_operator.watch.api_connection import _read_error
+from topkube_operator.watch.api_connection import ApiConnection, ApiError, _read_error
 
 
 @pytest.mark.parametrize(
@@ -91,3 +92,13 @@ def test_a_list_that_may_lag_is_answered_from_memory(
     assert cluster.list("Pod", "team-a", may_lag=True) == ([{}], "7")
     assert cluster.list("Pod", "team-a") == ([{}], "7")
     assert queries == [{"resourceVersion": "0"}, {"limit": "500"}]
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>maintenance</html>", b'{"items": ['])
+def test_an_answer_that_is_not_json_is_an_error_of_the_api_server(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    """A proxy answers with status 200 and its own page, or cuts an answer off. A node agent ended because of it."""
+    connection = ApiConnection.__new__(ApiConnection)
+    monkeypatch.setattr(connection, "send", lambda *_, **__: types.SimpleNamespace(data=body))
+    with pytest.raises(ApiError, match="GET /api/v1/pods: the answer is not JSON") as error:
+        connection.call("GET", "/api/v1/pods")
+    assert error.value.status == 0, "the call may have been carried out"
