@@ -15,6 +15,7 @@ class Workspace {
   std::uint32_t* reserve(std::size_t words) {
     if (words > size_) {
       words_.reset();  // freed first, so that old and new memory never exist at the same time
+      size_ = 0;       // stays 0 if there is no memory
       words_.reset(new std::uint32_t[words]);
       size_ = words;
     }
