@@ -45,4 +45,10 @@ inline std::size_t chunk_start(std::size_t length, int chunk, int chunks) {
   return std::min(length, blocks * static_cast<std::size_t>(chunk) / static_cast<std::size_t>(chunks) * block);
 }
 
+// Returns at least the number of elements of the longest chunk.
+inline std::size_t longest_chunk(std::size_t length, int chunks) {
+  const std::size_t blocks = (length + block - 1) / block, parts = static_cast<std::size_t>(chunks);
+  return (blocks + parts - 1) / parts * block;
+}
+
 }  // namespace topkube

@@ -60,7 +60,7 @@ FilterPlan plan_filter(std::size_t length, std::size_t k, std::uint32_t mask, Wo
 template <class Filter>
 Candidates filter_chunks(std::size_t length, const FilterPlan& plan, int threads, Workspace& workspace, const Filter& filter) {
   const int chunks = count_chunks(length, threads);
-  const std::size_t room = plan.capacity + block + filter_slack;
+  const std::size_t room = std::min(plan.capacity, longest_chunk(length, chunks)) + block + filter_slack;
   std::uint32_t* words = workspace.reserve(2 * room * static_cast<std::size_t>(chunks));
   Candidates candidates;
   candidates.runs.resize(static_cast<std::size_t>(chunks));

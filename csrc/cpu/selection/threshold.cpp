@@ -58,7 +58,7 @@ struct Collected {
 
 Collected collect_band(const float* data, std::size_t length, const Band& band, int threads) {
   const int chunks = count_chunks(length, threads);
-  const std::size_t room = band.capacity + block + filter_slack;
+  const std::size_t room = std::min(band.capacity, longest_chunk(length, chunks)) + block + filter_slack;
   std::uint32_t* words = collected.reserve(room * static_cast<std::size_t>(chunks));
   std::vector<Collected> parts(static_cast<std::size_t>(chunks));
   const PathKernels& path = active_path();

@@ -27,6 +27,11 @@ except MemoryError:
     kernels.topk(small, 500)
     print("done")
 """
+MANY_THREADS = """
+limit(400)
+indices, _ = kernels.topk(large, 1 << 20, threads=64)
+print("done" if np.array_equal(indices, kernels.topk(large, 1 << 20, threads=1)[0]) else indices)
+"""
 
 
 def run(script: str) -> str:
@@ -36,3 +41,7 @@ def run(script: str) -> str:
 
 def test_selection_goes_on_after_a_memory_error() -> None:
     assert run(AFTER_AN_ERROR) == "done"
+
+
+def test_threads_share_the_room_for_candidates() -> None:
+    assert run(MANY_THREADS) == "done"
