@@ -156,4 +156,5 @@ class StoreError(TopKubeError, RuntimeError):
 
 
 class CacheError(TopKubeError, RuntimeError):
-    """A directory is not a cache of TopKube, or it has a newer format; it is unchanged."""
+    """A directory is not a cache of TopKube, or it has a newer format; it is unchanged. Or the directory of a view
+    cannot be written."""

@@ -94,6 +94,35 @@ def test_a_view_shows_the_datasets_own_files_read_only(command: Command, tmp_pat
     assert (tmp_path / "view" / "tars" / "000.tar").stat().st_nlink == 2  # a link, not a second copy
 
 
+@pytest.mark.parametrize("name", ["thesis.txt", "sub/.hidden", "a/00000.bin"])
+def test_a_view_in_a_folder_with_other_files_is_refused(name: str, command: Command, tmp_path: Path) -> None:
+    """A view removes what is not in the listing, so it must not be in a folder that somebody uses."""
+    write_files(tmp_path / "files", 6)
+    other = tmp_path / "home" / name
+    other.parent.mkdir(parents=True)
+    other.write_text("mine")
+    error = command("warm", tmp_path / "files", "--view", tmp_path / "home", code=2)
+    assert "name a new folder" in error
+    assert name in error
+    assert other.read_text() == "mine"
+
+
+def test_a_view_follows_a_changed_object(command: Command, tmp_path: Path) -> None:
+    write_tars(tmp_path / "source", [3, 3])
+    command("warm", tmp_path / "source", "--share", "0/2", "--view", tmp_path / "view")
+    write_tars(tmp_path / "source", [3, 5])
+    command("warm", tmp_path / "source", "--view", tmp_path / "view")
+    for name in ("000.tar", "001.tar"):
+        assert (tmp_path / "view" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
+
+
+def test_a_view_in_the_place_of_a_file_is_refused(command: Command, tmp_path: Path) -> None:
+    write_files(tmp_path / "files", 6)
+    (tmp_path / "view").write_text("mine")
+    command("warm", tmp_path / "files", "--view", tmp_path / "view", code=1)
+    assert (tmp_path / "view").read_text() == "mine"
+
+
 def test_a_manifest_counts_samples(command: Command, tmp_path: Path) -> None:
     write_tars(tmp_path / "source", [5, 6])
     lines = [json.loads(line) for line in command("manifest", tmp_path / "source", "--samples").splitlines()]
