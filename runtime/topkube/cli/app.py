@@ -76,7 +76,7 @@ def _root(
     """Data-parallel training that scales on ordinary cloud networks."""
 
 
-@app.command()
+@app.command(cls=options.ProgramCommand)
 def run(
     program: options.Program,
     arguments: options.Arguments = None,
@@ -415,8 +415,8 @@ def crd(
     show_crd(kubernetes, cached_datasets)
 
 
+app.command(cls=options.ProgramCommand)(commands.submit)
 for _command in (
-    commands.submit,
     commands.status,
     commands.logs,
     commands.suspend,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 
 class OutputFormat(StrEnum):
@@ -21,6 +22,19 @@ class ManifestOutput(StrEnum):
     text = "text"
     json = "json"
     yaml = "yaml"
+
+
+class ProgramCommand(TyperCommand):
+    """A command that runs a PROGRAM. An unknown option may be the program's own, so its error shows where those go."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line. Raises click's NoSuchOption, which typer does not export."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption" and hasattr(error, "message"):
+                error.message += f". Options of the program follow `--`: {ctx.command_path} PROGRAM -- OPTION…"
+            raise
 
 
 # What to run: the options of `topkube run` and `topkube submit`.

@@ -87,6 +87,16 @@ def test_mistakes_on_the_command_line_end_with_2(arguments: list[str]) -> None:
     assert run_app(arguments) == 2
 
 
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_the_error_of_an_unknown_option_shows_where_those_of_a_script_go(
+    command: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torchrun, options that follow the script belong to the script."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run_app([command, "train.py", "--epochs", "3"]) == 2
+    assert f"topkube {command} PROGRAM -- OPTION" in capfd.readouterr().err
+
+
 def test_bench_lists_its_measurements_without_loading_them() -> None:
     ended = run_topkube("bench", "no-such-measurement")
     assert ended.returncode == 2
