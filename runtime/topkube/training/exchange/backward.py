@@ -35,6 +35,7 @@ from topkube.training.exchange.step.step_gradients import StepGradients
 from topkube.training.exchange.step.weights_check import WeightsCheck
 from topkube.training.exchange.step.weights_comparison import WeightsComparison
 from topkube.training.exchange.tuning.tuning import Tuning
+from topkube.training.reporting.warning import warn
 from topkube.world import World
 
 
@@ -107,6 +108,7 @@ class Backward:
         self._unnoticed: set[int] = set()
         """The ids of the parameters that this backward found without their late update: no use of them was noticed in
         forward."""
+        self._has_warned_of_graph = False
         self._hooks = GradientHooks(self, parameters)
         self.number = 0 if is_copy else current_pass.register(self)
         if earlier is not None:
@@ -117,6 +119,7 @@ class Backward:
         self.in_force.steps = earlier.in_force.steps
         self.gradients.skipped_steps, self.gradients.norms = earlier.gradients.skipped_steps, earlier.gradients.norms
         self.queue.step_trace = earlier.queue.step_trace
+        self._has_warned_of_graph = earlier._has_warned_of_graph
 
     @property
     def density_used(self) -> float:
@@ -233,6 +236,8 @@ class Backward:
         self._task = torch._C._current_graph_task_id()
         if not self.plan.is_agreed:
             refuse_ddp_models(parameter.tensor for parameter in self.parameters)
+        if torch.is_grad_enabled() and self.synchronizes:
+            self._warn_of_graph()
         self._first_gradient = time.perf_counter()
         self.batches.note_forward_end(self._first_gradient)
         if self.queue.step_trace is not None:
@@ -250,6 +255,18 @@ class Backward:
         for bucket in self.plan.buckets:
             bucket.begin_backward(self.exchange.choose_intake(bucket), self.exchange.is_decoupled)
         self._expect_gradients(has_gradients)
+
+    def _warn_of_graph(self) -> None:
+        """Warn on rank 0, once, that the gradients of this backward have a graph (`create_graph=True`)."""
+        if self.world.size > 1 and self.world.rank == 0 and not self._has_warned_of_graph:
+            warn(
+                "after backward(create_graph=True), gradients are the mean of all ranks, but their graph is that of"
+                " each rank's own batch. torch.autograd.grad of them, as in AdaHessian, differs between ranks, and so"
+                " do the weights that a step computes from it. Next: put what you compute from"
+                " torch.autograd.grad(loss, parameters, create_graph=True) into the loss, and call backward() without"
+                " create_graph."
+            )
+        self._has_warned_of_graph = True
 
     def _expect_gradients(self, has_gradients: bool) -> None:
         """Tell the hooks what is known of the gradients of this backward."""

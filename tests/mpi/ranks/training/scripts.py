@@ -3,6 +3,7 @@ the same for comparison."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -97,6 +98,23 @@ def case_a_gradient_penalty_takes_gradients_inside_the_loss(world: World) -> Non
             each_optimizer.step()
             each_optimizer.zero_grad()
     assert_close(model, reference)
+
+
+def case_gradients_with_a_graph_are_means_and_a_warning_names_what_is_not(world: World) -> None:
+    model, reference = build_network(), build_network()
+    optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
+    with contextlib.redirect_stderr(io.StringIO()) as output:
+        for step in range(3):
+            x, y = draw_samples(4 * topkube.size(), step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward(create_graph=step > 0)
+            compute_loss(reference, x, y).backward()
+            assert step > 0 or "create_graph" not in output.getvalue()
+            for each_optimizer in (optimizer, plain):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
+    assert_close(model, reference)
+    warned = output.getvalue().count("topkube: warning: after backward(create_graph=True)")
+    assert warned == (topkube.rank() == 0), output.getvalue()
 
 
 def case_hooks_of_the_script_see_aggregated_gradients(world: World) -> None:
