@@ -66,7 +66,7 @@ class Reducible:
         if self._is_integer and self._is_sum:
             high, low = np.split(combined, 2)
             if self._op == "mean":
-                return self._restore_kind((high.astype(np.float64) * 2.0**32 + low) / ranks)
+                return self._restore_kind(_divide(high, low, ranks))
             high = high + (low >> 32)
             if high.size and (high.max() >= 1 << 31 or high.min() < -(1 << 31)):
                 raise _explain_overflow("the sum")
@@ -88,6 +88,16 @@ class Reducible:
 
         tensor = torch.from_numpy(np.ascontiguousarray(shaped).reshape(self._shape))
         return tensor.to(self._device, self._dtype if keeps_type else tensor.dtype)
+
+
+def _divide(high: npt.NDArray[Any], low: npt.NDArray[Any], ranks: int) -> npt.NDArray[np.float64]:
+    """Return the sums high * 2^32 + low, divided by `ranks`. float64 would round a sum beyond 2^53 before it is
+    divided: of such a sum, the whole part of the quotient is computed first."""
+    quotient, rest = np.divmod(high, ranks)
+    low_quotient, rest = np.divmod((rest << 32) + low, ranks)
+    large = (quotient << 32) + low_quotient + rest / ranks
+    means: npt.NDArray[np.float64] = np.where(np.abs(high) < 1 << 20, (high * 2.0**32 + low) / ranks, large)
+    return means
 
 
 def _copy_to_host(tensor: Any) -> npt.NDArray[Any]:
