@@ -111,7 +111,7 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
 def case_ranks_that_wait_for_slower_ones_gather_what_these_have_begun(world: World) -> None:
     """Backward waits in the first layer of the first node until a bucket is gathered. The other nodes are at the end of
     backward by then. They begin no gather of their own."""
-    if world.links is None:  # through MPI, ranks do not see what others have begun
+    if not world.agree(world.links is not None):  # through MPI, ranks do not see what others have begun
         return
     waited = []
 
