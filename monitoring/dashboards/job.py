@@ -121,7 +121,8 @@ JOB = Dashboard(
                 Panel(
                     "Step time by phase",
                     "Seconds per step by phase, mean of all ranks. select, intra and inter are the exchange. They run "
-                    "during backward, which waits for them at its end, so backward includes the time without overlap.",
+                    "during backward, which waits for them at its end, so backward includes the time without overlap. "
+                    "If nodes exchange weights, they run during update.",
                     "s",
                     (Query(_PER_STEP, "{{phase}}"),),
                     stacked=True,

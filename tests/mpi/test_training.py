@@ -12,7 +12,8 @@ from worlds import list_parameters
 
 CASES = (
     "training.gradients,training.gradient_memory,training.parameters,training.batches,training.normalization,"
-    "training.mixed_precision,training.checkpoints,training.resumptions,training.parallel_tensor,coordination"
+    "training.mixed_precision,training.checkpoints,training.resumptions,training.parallel_tensor,coordination,"
+    "training.phases"
 )
 SCRIPTS = "training.scripts,training.tensor_kinds,training.owed,training.refusals"
 SCRIPT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 2)]}

@@ -11,8 +11,8 @@ from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
 
 DATA = "wait for data"
 PARTS = (DATA, "compute", "select", "inside node", "between nodes")
-"""The parts of a step's time. The exchange overlaps with the backward pass, so compute is the time without an exchange
-and without the wait for the next batch, and the parts add up to the step."""
+"""The parts of a step's time. The exchange overlaps with the backward pass, or is a part of the update, so compute is
+the time without an exchange and without the wait for the next batch, and the parts add up to the step."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class History:
 
 def split_step(seconds: dict[str, float]) -> dict[str, float]:
     """Return seconds per part, given seconds per phase. select, intra and inter overlap with backward, which waits for
-    them at its end."""
+    them at its end, or with update."""
     step = sum(seconds.get(phase, 0.0) for phase in ("data", "forward", "backward", "update"))
     data = seconds.get("data", 0.0)
     exchange = [seconds.get(phase, 0.0) for phase in ("select", "intra", "inter")]

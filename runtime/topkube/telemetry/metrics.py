@@ -46,7 +46,7 @@ PHASE_SECONDS = Metric(
     "topkube_step_phase_seconds_total",
     "counter",
     f"Seconds of steps by phase: {', '.join(PHASES)}. select, intra and inter are the exchange, which overlaps with "
-    "backward.",
+    "backward, or with update if nodes exchange weights.",
     (*RANK, "phase"),
 )
 SAMPLES = Metric("topkube_samples_total", "counter", "Samples that this rank has trained on.", RANK)

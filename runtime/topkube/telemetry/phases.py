@@ -14,7 +14,8 @@ from topkube.telemetry import trace
 
 PHASES = ("data", "forward", "backward", "select", "intra", "inter", "update")
 """The phases of a step. `select` is the compression, `intra` the exchange inside the node, `inter` the exchange between
-nodes. These three run in the communication thread and overlap with `backward`."""
+nodes. These three run in the communication thread and overlap with `backward`; if nodes exchange weights, with
+`update`. The other phases do not overlap."""
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Phases:
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = defaultdict(float)
         self._totals = dict.fromkeys(PHASES, 0.0)
+        self._counted_until = 0.0
+        """The end of the last span of `add_span`."""
         self._intra = self._inter = self._dense = 0
         self._density = 1.0
 
@@ -50,6 +53,14 @@ class Phases:
         with self._lock:
             self._seconds[phase] += seconds
             self._totals[phase] += seconds
+
+    def add_span(self, phase: str, start: float, end: float, updating_before: float) -> None:
+        """Count the time from `start` to `end` (`time.perf_counter`) for forward, backward or update, without the part
+        that counts already: the spans of several optimizers overlap, and with DeAR, updates are inside forward and
+        backward. `updating_before` was `total("update")` at the start."""
+        updating = self._totals["update"] - updating_before
+        start, self._counted_until = max(start, self._counted_until), max(end, self._counted_until)
+        self.add(phase, max(0.0, end - start - updating))
 
     def add_computations(
         self, phase: str, computations: Iterable[tuple[int, int, int]], bucket: int | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from topkube.errors import TrainingError
@@ -37,6 +39,7 @@ class OptimizerStep:
     def make(self) -> None:
         """Make the step, or skip it on all ranks. Raises TrainingError for gradients that were not exchanged, and for
         parameters that were added to the wrapped optimizer."""
+        start, updating_before = time.perf_counter(), phases.current.total("update")
         self._check_gradients()
         self._warn_of_parameters_without_exchange()
         backward = self._parts.backward
@@ -44,6 +47,8 @@ class OptimizerStep:
             self._update_parameters()
         else:
             backward.note_skipped_step()
+        # If nodes exchange weights, most of the step is outside that of the wrapped optimizer.
+        phases.current.add_span("update", start, time.perf_counter(), updating_before)
         counted = backward.in_force.steps, backward.gradients.skipped_steps
         self._reports.report_step(*counted, backward.density_used, backward.plan.tuning.summary or None)
         self._end_traced_step()

@@ -66,6 +66,8 @@ class UnevenBatches:
         """The number of passes that `iterate` has begun and not ended: one inside another."""
         self._handed_out: float | None = None
         """The time at which `iterate` yielded a batch whose forward has not ended."""
+        self._updating_before = 0.0
+        """The seconds of updates until that time."""
         self._statistics = KeptStatistics()
 
     def announce(
@@ -157,7 +159,7 @@ class UnevenBatches:
         """Note that the first gradient of a batch has arrived: the time until now was forward."""
         self._statistics.restore()
         if self._handed_out is not None:
-            phases.current.add("forward", now - self._handed_out)
+            phases.current.add_span("forward", self._handed_out, now, self._updating_before)
             self._handed_out = None
 
     def forget_replay(self) -> None:
@@ -206,7 +208,7 @@ class UnevenBatches:
                     self._statistics.keep()
                 else:
                     last = batch
-                self._handed_out = time.perf_counter()
+                self._handed_out, self._updating_before = time.perf_counter(), phases.current.total("update")
                 yield last
                 self.forget_replay()
         finally:

@@ -100,7 +100,7 @@ class Backward:
         """The indices of the parameters without a bucket whose gradients this backward has produced, in their order."""
         self._untouched: list[Parameter] = []
         """Parameters whose gradients nothing writes before this backward ends."""
-        self._first_gradient = 0.0
+        self._first_gradient = self._updating_before = 0.0
         self._task = -1
         """The number of the backward pass that reached this optimizer last."""
         self.late: LateUpdates | None = None
@@ -238,7 +238,7 @@ class Backward:
             refuse_ddp_models(parameter.tensor for parameter in self.parameters)
         if torch.is_grad_enabled() and self.synchronizes:
             self._warn_of_graph()
-        self._first_gradient = time.perf_counter()
+        self._first_gradient, self._updating_before = time.perf_counter(), phases.current.total("update")
         self.batches.note_forward_end(self._first_gradient)
         if self.queue.step_trace is not None:
             self.queue.step_trace.begin_backward()
@@ -303,7 +303,7 @@ class Backward:
         self._untouched.clear()
         if self.synchronizes:
             self._exchange_all()
-        phases.current.add("backward", time.perf_counter() - self._first_gradient)
+        phases.current.add_span("backward", self._first_gradient, time.perf_counter(), self._updating_before)
         if self.queue.step_trace is not None:
             self.queue.step_trace.end_backward()
         hooked = self._hooks.run_deferred(self.synchronizes)
