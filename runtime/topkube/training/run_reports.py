@@ -64,7 +64,8 @@ class RunReports:
     def _measure(self, directory: Path) -> None:
         """Start to write this rank's metrics to the run's directory."""
         link_rate = measure_link_rate(self._world)
-        self._metrics = StepMetrics(directory, self._world.rank, self._settings.attempt, link_rate)
+        skipped_before = self._optimizer.counted_skipped_steps
+        self._metrics = StepMetrics(directory, self._world.rank, self._settings.attempt, link_rate, skipped_before)
         self._optimizer.norms = Norms()
 
     def begin_loop(self) -> None:

@@ -17,12 +17,16 @@ _CACHE_CHECK_SECONDS = 1.0
 
 class StepMetrics:
     """The metrics of this rank in the run's `directory`. `link_rate` is the measured rate of the rank's link in bytes
-    per second; None if it was not measured."""
+    per second; None if it was not measured. `skipped_before` is the number of skipped steps that a checkpoint contains:
+    Prometheus would take them for new ones, because all counters of an attempt begin with 0."""
 
-    def __init__(self, directory: Path, rank: int, attempt: int, link_rate: float | None = None) -> None:
+    def __init__(
+        self, directory: Path, rank: int, attempt: int, link_rate: float | None = None, skipped_before: int = 0
+    ) -> None:
         self._metrics = RankMetrics(directory, rank, attempt)
         self._metrics["link_rate"] = link_rate or ABSENT
         self._cache_checked = 0.0
+        self._skipped_before = skipped_before
 
     def count_step(
         self, record: StepRecord, seconds: float, own: Snapshot, samples: int, gauges: Mapping[str, float]
@@ -37,7 +41,7 @@ class StepMetrics:
             "step": record.step,
             "total_steps": ABSENT if record.total_steps is None else record.total_steps,
             "density": record.density,
-            "skipped_steps": record.skipped_steps,
+            "skipped_steps": record.skipped_steps - self._skipped_before,
             "last_step": record.time,
         }
         self._metrics.count_step(seconds, own, samples, {**of_record, **gauges})
