@@ -66,6 +66,9 @@ _REVIEWS = _select_operator("topkube_admission_reviews_total", 'outcome=~"allowe
 _FIRST_REVIEWS = f"sum {_BY_RELEASE} (last_over_time({_REVIEWS}[30m]) unless {_REVIEWS} offset 30m)"
 """The reviews of replicas that started within half an hour. `increase` misses those before a replica's first scrape."""
 
+_CORRUPTIONS = _select_jobs("topkube_cache_corruptions_total")
+"""A worker reads its shards before its first step, so its counter often begins above 0, which `increase` misses."""
+
 
 def _build_rate(series: str, window: str) -> str:
     return f"rate({series}[{window}])"
@@ -236,7 +239,8 @@ JOBS = (
 CACHE = (
     Alert(
         "TopKubeCacheCorruption",
-        f"sum {_BY_JOB} ({_build_increase(_select_jobs('topkube_cache_corruptions_total'), '1h')}) > 0",
+        f"(sum {_BY_JOB} ({_build_increase(_CORRUPTIONS, '1h')}) > 0) "
+        f"or (sum {_BY_JOB} (max_over_time({_CORRUPTIONS}[1h]) unless {_CORRUPTIONS} offset 1h) > 0)",
         "0m",
         "warning",
         f"{_JOB} has found shards with a wrong checksum and has fetched them again",

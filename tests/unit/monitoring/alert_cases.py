@@ -195,7 +195,13 @@ CASES: dict[str, list[Case]] = {
     ],
     "TopKubeCacheCorruption": [
         ({name_job_series("topkube_cache_corruptions_total"): "0x10 1x50"}, 40, True),
-        ({name_job_series("topkube_cache_corruptions_total"): "3x60"}, 40, False),
+        ({name_job_series("topkube_cache_corruptions_total"): "3x100"}, 90, False),
+        # The first scrape comes after the first shard; a worker that ended does not hide it.
+        ({name_job_series("topkube_cache_corruptions_total"): "_x10 1x100"}, 40, True),
+        ({name_job_series("topkube_cache_corruptions_total"): "_x10 1x100"}, 80, False),
+        ({name_job_series("topkube_cache_corruptions_total"): "_x10 1x5 stale"}, 40, True),
+        ({name_job_series("topkube_cache_corruptions_total"): "_x10 1x5 0x100"}, 40, True),  # the next attempt
+        ({name_job_series("topkube_cache_corruptions_total"): "_x10 0x100"}, 40, False),
         ({}, 40, False),
     ],
     "TopKubeCacheHitRatioLow": [
