@@ -79,9 +79,14 @@ class Watchers:
         threading.Thread(target=self._audit_forever, name="audit", daemon=True).start()
 
     def add(self, kind: str) -> None:
-        """Watch one more kind. All its objects have been listed when this method returns. Raises ApiError."""
-        versions = [(namespace, self._list_kind(kind, namespace)) for namespace in self._namespaces]
-        for namespace, version in versions:
+        """Watch one more kind. All its objects in the namespaces that are served have been listed when this method
+        returns. Raises ApiError."""
+        served_namespaces = [namespace for namespace in self._namespaces if self.serves(namespace)]
+        versions = {namespace: self._list_kind(kind, namespace) for namespace in served_namespaces}
+        for namespace in self._namespaces:
+            version = versions.get(namespace, "")
+            if namespace not in versions:
+                self._refused.add((kind, namespace))
             self._tasks.append((kind, namespace))
             name = f"watch-{kind}-{namespace or 'all'}"
             threading.Thread(target=self._follow_kind, args=(kind, namespace, version), name=name, daemon=True).start()

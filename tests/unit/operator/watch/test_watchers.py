@@ -324,6 +324,8 @@ def test_a_namespace_that_was_deleted_does_not_stop_the_work_in_others(monkeypat
     assert watchers.serves("team")
     assert not watchers.serves("deleted"), "its pods are unknown"
     assert watchers.audit() == {("team", "train")}
+    watchers.add("PodGroup")  # a gang scheduler is installed now
+    assert watchers.is_synced()
     forbidden.clear()
     wait_until(lambda: watchers.serves("deleted"))
     forbidden.update(("deleted", "team"))
