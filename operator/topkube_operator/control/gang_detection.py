@@ -53,10 +53,18 @@ def detect_workloads(cluster: ApiClient) -> str:
 
 class GangDetector:
     """A detector that adds the cluster's gang and Workloads to the policy for jobs. It calls `on_detection` once with
-    each kind that it detects; `on_detection` returns when all objects of the kind have been listed."""
+    each kind that it detects; `on_detection` returns when all objects of the kind have been listed. `is_refused`
+    returns True for a kind that the API server does not list any more: a later Kueue may serve only another version."""
 
-    def __init__(self, cluster: ApiClient, policy: Policy, on_detection: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        cluster: ApiClient,
+        policy: Policy,
+        on_detection: Callable[[str], None],
+        is_refused: Callable[[str], bool] = lambda kind: False,
+    ) -> None:
         self._cluster, self._policy, self._on_detection = cluster, policy, on_detection
+        self._is_refused = is_refused
         self._gang_checked_at = self._workloads_checked_at = float("-inf")
         self._lock = threading.Lock()
 
@@ -65,7 +73,7 @@ class GangDetector:
         if self._policy.gang is None and stored_job.asks_for_pod_group(job):
             with self._lock:
                 self._detect_gang()
-        if not self._policy.workloads and stored_job.asks_for_workload(job):
+        if self._lacks_workloads() and stored_job.asks_for_workload(job):
             with self._lock:
                 self._detect_workloads()
         return self._policy
@@ -83,14 +91,18 @@ class GangDetector:
         except ApiError as error:
             _log.warning("cannot determine if the cluster serves PodGroups: %s", error)
 
+    def _lacks_workloads(self) -> bool:
+        return not self._policy.workloads or self._is_refused("Workload")
+
     def _detect_workloads(self) -> None:
-        if self._policy.workloads or time.monotonic() < self._workloads_checked_at + _PAUSE:
+        if not self._lacks_workloads() or time.monotonic() < self._workloads_checked_at + _PAUSE:
             return
         self._workloads_checked_at = time.monotonic()
         try:
-            version = detect_workloads(self._cluster)
-            if version:
+            version, known = detect_workloads(self._cluster), self._policy.workloads
+            if version and not known:
                 self._on_detection("Workload")
+            if version and version != known:
                 self._policy = replace(self._policy, workloads=version)
                 _log.info("the cluster serves Workloads now: %s", version)
         except ApiError as error:

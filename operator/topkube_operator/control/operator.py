@@ -101,7 +101,7 @@ class Operator:
         self.policy = replace(
             options.policy, seed=self.seed, gang=gang, workloads=workloads, operator_namespace=namespace
         )
-        detector = GangDetector(self.cluster, self.policy, self._watch_kind)
+        detector = GangDetector(self.cluster, self.policy, self._watch_kind, self._refuses)
         context = ControlContext(self.cluster, self.cache, self.queue, self.recorder, self.metrics)
         self.controller = Controller(context, detector.find_policy, self.is_acting, self._serves)
         kinds = [*CHILDREN, *(["PodGroup"] if gang else []), *(["Workload"] if workloads else [])]
@@ -131,6 +131,9 @@ class Operator:
     def _watch_kind(self, kind: str) -> None:
         if self.watchers is not None:
             self.watchers.add(kind)
+
+    def _refuses(self, kind: str) -> bool:
+        return self.watchers is not None and self.watchers.refuses(kind)
 
     def stop(self) -> None:
         """Stop writing, release the Lease, and end the threads."""

@@ -104,6 +104,10 @@ class Watchers:
         and with it the operator's rights there. Nothing may be decided about its jobs then."""
         return not any(scope == namespace and kind not in OPTIONAL for kind, scope in tuple(self._refused))
 
+    def refuses(self, kind: str) -> bool:
+        """Return True if the API server refuses to list a kind of OPTIONAL, or does not know it any more."""
+        return any(refused == kind for refused, _ in tuple(self._refused))
+
     def is_alive(self) -> bool:
         """Return True if every watcher has heard from the API server within the last three minutes."""
         oldest = time.monotonic() - _PATIENCE_SECONDS

@@ -77,3 +77,22 @@ def test_kueue_that_is_installed_later_is_detected_when_a_job_has_a_queue() -> N
     assert ("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors") in cluster.registered_kinds
     in_queue["metadata"]["labels"] |= {"kueue.x-k8s.io/pod-group-name": "mine"}
     assert not stored_job.asks_for_workload(in_queue)
+
+
+def test_a_kueue_that_no_longer_serves_the_detected_version_is_detected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kueue was upgraded while the operator ran. Jobs in its queues waited until the operator was started again."""
+    monkeypatch.setattr(gang_detection, "_PAUSE", 0.0)
+    cluster, watched_kinds, refused = Discovery(), list[str](), set[str]()
+    policy = Policy(workloads="kueue.x-k8s.io/v1beta1")
+    detector = gang_detection.GangDetector(cluster, policy, watched_kinds.append, refused.__contains__)  # type: ignore[arg-type]
+    in_queue = build_job()
+    in_queue["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    cluster.groups = {"kueue.x-k8s.io/v1beta2/workloads"}
+    assert detector.find_policy(in_queue).workloads == "kueue.x-k8s.io/v1beta1"
+    assert cluster.queries == 0, "the watch works"
+    refused.add("Workload")
+    assert detector.find_policy(in_queue).workloads == "kueue.x-k8s.io/v1beta2"
+    assert ("Workload", "kueue.x-k8s.io/v1beta2", "workloads") in cluster.registered_kinds
+    assert watched_kinds == [], "the watcher continues with the new version"
+    cluster.groups.clear()
+    assert detector.find_policy(in_queue).workloads, "without Kueue, jobs in its queues wait"
