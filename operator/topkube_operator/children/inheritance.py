@@ -101,12 +101,14 @@ def choose_launcher_resources(job: TrainingJob) -> dict[str, Any]:
 
     spec.launcher.resources wins. Otherwise the launcher has a limit if the worker has a limit: a quota on limits admits
     a pod only if all its containers have limits. If the worker's pod would be Guaranteed, a launcher inside the pod has
-    equal requests and limits, so that the pod stays Guaranteed.
+    equal requests and limits, so that the pod stays Guaranteed. It has none inside a pod with resources of its own.
     """
     if job.spec.launcher.resources is not None:
         own_resources = job.spec.launcher.resources
         own_amounts = {"requests": own_resources.requests, "limits": own_resources.limits}
         return {name: dict(amounts) for name, amounts in own_amounts.items() if amounts}
+    if job.spec.launcher.colocate and _has_own_resources(job.spec.template):
+        return {}  # the requests and limits of the containers may not exceed those of the pod, and would with ours
     memory = f"{_LIMIT_MIB + _LIMIT_MIB_PER_WORKER * job.spec.workers}Mi"
     if job.spec.launcher.colocate and is_guaranteed(job.spec.template):
         equal_amounts = {"cpu": _GUARANTEED_CPU, "memory": memory}
@@ -128,6 +130,12 @@ def is_guaranteed(template: Mapping[str, Any]) -> bool:
     spec: Any = remove_nulls(template).get("spec") or {}
     containers = [*_list_mappings(spec.get("containers")), *_list_mappings(spec.get("initContainers"))]
     return bool(containers) and all(_is_guaranteed(container) for container in containers)
+
+
+def _has_own_resources(template: Mapping[str, Any]) -> bool:
+    """Return True if the template requests resources for the whole pod (Kubernetes 1.34)."""
+    spec: Any = remove_nulls(template).get("spec") or {}
+    return any(_read_resources(spec, kind) for kind in ("requests", "limits"))
 
 
 def _is_guaranteed(container: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from simulated_job import build_job
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.launch import contract
-from topkube_operator.children import pods
+from topkube_operator.children import inheritance, pods
 from topkube_operator.model import names
 from topkube_operator.planning import admission
 
@@ -191,3 +191,19 @@ def test_a_job_behind_a_mesh_turns_off_the_check_of_addresses(
 def test_limits_below_requests_are_refused() -> None:
     with pytest.raises(JobError, match="512Mi is less than the request of 1Gi"):
         parse_job(launcher={"resources": {"requests": {"memory": "1Gi"}, "limits": {"memory": "512Mi"}}})
+
+
+@pytest.mark.parametrize("kind", ["requests", "limits"])
+def test_a_launcher_inside_a_pod_with_resources_of_its_own_adds_none(kind: str) -> None:
+    """The API server refuses a pod whose containers together request more than the pod: a worker that requests all
+    of it left nothing for the launcher."""
+    amounts = {"cpu": "4", "memory": "8Gi"}
+    container = {"name": "worker", "image": "image:1", "command": ["python"], "resources": {kind: amounts}}
+    template = {"spec": {"containers": [container], "resources": {kind: amounts}}}
+    job = parse_job(template=template, launcher={"colocate": True})
+    assert inheritance.choose_launcher_resources(job) == {}
+    own = {"requests": {"cpu": "10m"}}
+    job = parse_job(template=template, launcher={"colocate": True, "resources": own})
+    assert inheritance.choose_launcher_resources(job) == own
+    job = parse_job(template=template)
+    assert inheritance.choose_launcher_resources(job)["requests"] == {"cpu": "50m", "memory": "96Mi"}
