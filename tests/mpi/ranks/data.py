@@ -91,6 +91,21 @@ def case_every_remote_byte_crosses_once_per_job(world: World) -> None:
         dataset.close()
 
 
+def case_nodes_with_one_cache_directory_do_not_wait_for_each_other(world: World) -> None:
+    """As with `topkube run --workers 2`, or several pods on a node: the folder and its locks are the same."""
+    with make_dataset(world, [20, 3, 31, 8, 16, 12]) as (folder, data):
+        start = time.monotonic()
+        dataset = open_dataset(world, folder, cache_directory=folder / "cache", memory_directory=folder / "memory")
+        dataset.warm()
+        np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(90)))), data)
+        assert time.monotonic() - start < 20, "a rank has waited for the lock of another"
+        size = sum(path.stat().st_size for path in (folder / "source").iterdir())
+        world.comm.Barrier()
+        assert sum_over_ranks(world, dataset, "remote_bytes") == size
+        world.comm.Barrier()
+        dataset.close()
+
+
 def case_ranks_do_not_fetch_the_shard_of_a_late_rank(world: World) -> None:
     """The rank that fetches the only shard starts to fill long after the other ranks could start to read."""
     with make_dataset(world) as (folder, data):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.node_state import OPEN
@@ -46,6 +49,9 @@ class DiskFiller:
         self.failure: TopKubeError | None = None
         """The first error."""
         self._exchange = ShardExchange(cache, place) if len(place.node_ranks) > 1 else None
+        self._sharing = _find_ranks_with_folder(cache, place) if self._exchange is not None else {place.rank}
+        """The ranks that use the same folder. None of them can send a shard to another: one of the two would wait for
+        the lock that the other holds."""
 
     def start(self) -> None:
         """Start the threads that fetch shards."""
@@ -116,7 +122,7 @@ class DiskFiller:
     def _choose_source(self, number: int) -> ShardSource:
         """Return the source of a shard: the remote if this rank must fetch it for the job, else another rank."""
         home = self._place.find_home_rank(number)
-        if self._exchange is None or home == self._place.rank:
+        if self._exchange is None or home in self._sharing:
             return self._cache.fetch_from_store
         return self._exchange.build_source(home)
 
@@ -146,3 +152,18 @@ class DiskFiller:
                 thread.join(10)
         if self._exchange is not None:
             self._exchange.close()
+
+
+def _find_ranks_with_folder(cache: ShardCache, place: RankPlace) -> set[int]:
+    """Return the ranks whose caches are in the same folder as that of this rank. They may count as several nodes: the
+    workers of a run on one machine, or several pods on a node. All ranks call this together."""
+    try:
+        assert cache.folder is not None
+        status, boot = cache.folder.path.stat(), Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        identity = f"{boot}\0{status.st_dev}\0{status.st_ino}"
+    except OSError:
+        identity = uuid.uuid4().hex
+    own = np.array([xxhash.xxh3_64_intdigest(identity.encode()) >> 1], np.int64)
+    identities = np.empty(place.size, np.int64)
+    place.world.comm.Allgather(own, identities)
+    return set(np.flatnonzero(identities == own[0]).tolist())
