@@ -129,7 +129,8 @@ class CachedDataset:
             **self._cache_options,
         )
         self.node_state, self.counters = self.cache.node_state, self.cache.counters
-        self.filler = DiskFiller(self.cache, place) if prefetch and self.cache.folder is not None else None
+        # Also without a disk tier on this node: other nodes may have one, and the filler begins with collectives.
+        self.filler = DiskFiller(self.cache, place) if prefetch else None
         self._process = os.getpid()
         closers: list[Callable[[], object]] = []
         self._end = weakref.finalize(self, _close, self.cache, self.filler, closers, os.getpid())
@@ -166,7 +167,7 @@ class CachedDataset:
         """Fill the memory tier in the background if `decode` is an ArrayOf. Another function would run in Python, and
         slow down the training loop."""
         samples = self._samples
-        if samples.memory is None or samples.array_decode is None or self.filler is None:
+        if samples.memory is None or samples.array_decode is None or self.filler is None or self.cache.folder is None:
             return None
         return MemoryFiller(
             samples.memory,

@@ -106,6 +106,21 @@ def case_nodes_with_one_cache_directory_do_not_wait_for_each_other(world: World)
         dataset.close()
 
 
+def case_a_node_without_a_disk_tier_trains_with_the_others(world: World) -> None:
+    """The cache directory of one node cannot be used: its ranks read from the remote and from the other nodes."""
+    with make_dataset(world, [20, 3, 31, 8, 16, 12]) as (folder, data):
+        directory = folder / f"cache-{world.node}"
+        if world.node == 1:
+            directory = Path(os.devnull) / "cache"
+        for prefetch in (True, False):
+            dataset = open_dataset(world, folder, cache_directory=directory, prefetch=prefetch)
+            dataset.warm()
+            np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(90)))), data)
+            assert ("dropped" in repr(dataset)) == (world.node == 1)
+            world.comm.Barrier()
+            dataset.close()
+
+
 def case_ranks_do_not_fetch_the_shard_of_a_late_rank(world: World) -> None:
     """The rank that fetches the only shard starts to fill long after the other ranks could start to read."""
     with make_dataset(world) as (folder, data):

@@ -157,13 +157,17 @@ class DiskFiller:
 def _find_ranks_with_folder(cache: ShardCache, place: RankPlace) -> set[int]:
     """Return the ranks whose caches are in the same folder as that of this rank. They may count as several nodes: the
     workers of a run on one machine, or several pods on a node. All ranks call this together."""
-    try:
-        assert cache.folder is not None
-        status, boot = cache.folder.path.stat(), Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        identity = f"{boot}\0{status.st_dev}\0{status.st_ino}"
-    except OSError:
-        identity = uuid.uuid4().hex
+    identity = uuid.uuid4().hex if cache.folder is None else _identify_folder(cache.folder.path)
     own = np.array([xxhash.xxh3_64_intdigest(identity.encode()) >> 1], np.int64)
     identities = np.empty(place.size, np.int64)
     place.world.comm.Allgather(own, identities)
     return set(np.flatnonzero(identities == own[0]).tolist())
+
+
+def _identify_folder(path: Path) -> str:
+    """Return a text that is the same in all containers of a machine that see the folder."""
+    try:
+        status, boot = path.stat(), Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return uuid.uuid4().hex
+    return f"{boot}\0{status.st_dev}\0{status.st_ino}"
