@@ -83,7 +83,8 @@ def open_cache(
     shards = Shards(uri, listing, format, group_bytes)
     if for_samples and format == "auto" and shards.format == "files":
         shards.check_compressions()
-    check_limits(shards, size_limit, memory_limit, place.local_size)
+    # Those of the largest node, on all ranks: after an error on some ranks, the others would wait for ever.
+    check_limits(shards, size_limit, memory_limit, max(map(len, place.node_ranks)))
     if tier is not None and tier.is_writable and place.local_rank == 0:
         _write_summary(tier, shards)
     identity = (

@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -244,3 +245,12 @@ def case_a_dataset_that_cannot_be_opened_fails_on_all_ranks(world: World) -> Non
         except DatasetError:
             return
         raise AssertionError(os.listdir(folder))
+
+
+def case_a_limit_that_is_too_small_for_the_largest_node_fails_on_all_ranks(world: World) -> None:
+    """Also on smaller nodes, for which it is large enough: their ranks would wait for the others."""
+    with make_dataset(world, [20, 20]) as (folder, _):
+        shard = next((folder / "source").iterdir()).stat().st_size
+        limit = shard * max(map(len, world.node_ranks)) - 1
+        with pytest.raises(DatasetError, match="size_limit"):
+            open_dataset(world, folder, size_limit=limit)
