@@ -110,12 +110,15 @@ def count_hitopk_traffic(workload: Workload) -> Traffic:
 def count_naive_traffic(workload: Workload) -> Traffic:
     """Return the traffic of an all-gather of the largest entries of every rank: pairwise up to PAIRWISE_LIMIT ranks,
     then along a ring in rank order, of which one link leaves each node."""
-    ranks = workload.nodes * workload.slots
-    rows = workload.slots * (ranks - workload.slots) if ranks <= PAIRWISE_LIMIT else ranks - 1
-    sent = rows * workload.kept() * workload.entry_bytes if workload.nodes > 1 else 0
-    read_arrays = write_arrays = workload.slots * workload.array_bytes
-    messages = 1 if ranks <= PAIRWISE_LIMIT else ranks - 1
-    return Traffic(sent, read_arrays + write_arrays, messages)
+    slots, ranks = workload.slots, workload.nodes * workload.slots
+    is_direct, row_bytes = ranks <= PAIRWISE_LIMIT, workload.kept() * workload.entry_bytes
+    rows = slots * (ranks - slots) if is_direct else ranks - 1
+    rows_inside = slots * (slots - 1) if is_direct else (slots - 1) * (ranks - 1)
+    sent = rows * row_bytes if workload.nodes > 1 else 0
+    select = 3 * workload.array_bytes  # reads the array and the residual, writes the residual
+    add_entries = ranks * (row_bytes + workload.kept() * _DECODED_ENTRY_BYTES) + workload.array_bytes  # as for hitopk
+    memory = slots * (select + add_entries) + 2 * rows_inside * row_bytes
+    return Traffic(sent, memory, 1 if is_direct else ranks - 1)
 
 
 def count_gtopk_traffic(workload: Workload) -> Traffic:
@@ -166,10 +169,11 @@ def count_topk1bit_traffic(workload: Workload) -> Traffic:
 
 def count_signsgd_traffic(workload: Workload) -> Traffic:
     """Return the traffic of an all-gather of the signs and scales of the node's gradient."""
-    sent = (workload.nodes - 1) * (workload.elements / 8 + 2 * -(-workload.elements // _SIGN_BLOCK))
+    message_bytes = workload.elements / 8 + 2 * -(-workload.elements // _SIGN_BLOCK)
     read_and_write_shards = 8 * workload.array_bytes  # a copy, its signs, the votes, the result
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards
-    return Traffic(sent, memory, all_gather_messages(workload.nodes))
+    memory += workload.nodes * message_bytes  # reads the signs of all nodes
+    return Traffic((workload.nodes - 1) * message_bytes, memory, all_gather_messages(workload.nodes))
 
 
 def count_int8_traffic(workload: Workload) -> Traffic:

@@ -40,6 +40,22 @@ def test_the_work_of_hitopk_inside_a_node_grows_with_its_entries() -> None:
     assert count_arrays(16) > count_arrays(16, "hierarchical")
 
 
+def test_work_inside_a_node_grows_with_the_messages_of_all_ranks() -> None:
+    """Every rank of `naive` decodes and adds the entries of all ranks, and every shard of `signsgd` the signs of all
+    nodes."""
+    slots = 8
+
+    def count_more_arrays(name: str, few: int, many: int) -> float:
+        loads = [Workload(nodes, slots, 10**6) for nodes in (many, few)]
+        large, small = (find_algorithm(name).traffic(load).memory / load.array_bytes for load in loads)
+        return large - small
+
+    ranks, entries = (4096 - 64) * slots, 0.01  # of one rank, as a share of the array: 4 bytes each, 16 decoded
+    passed_on = 2 * (slots - 1) * ranks * entries
+    assert count_more_arrays("naive", 64, 4096) == pytest.approx(slots * ranks * 5 * entries + passed_on)
+    assert count_more_arrays("signsgd", 64, 4096) == pytest.approx((4096 - 64) * (1 / 8 + 2 / 256) / 4, rel=1e-3)
+
+
 @given(slots, lengths)
 def test_one_node_sends_nothing(n: int, d: int) -> None:
     for algorithm in OWN:
