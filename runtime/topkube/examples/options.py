@@ -23,6 +23,17 @@ def parse_positive(text: str) -> int:
     return number
 
 
+def parse_count(text: str) -> int:
+    """Parse an integer of at least 0."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return number
+
+
 def parse_positive_number(text: str) -> float:
     """Parse a number above 0."""
     try:
@@ -52,14 +63,14 @@ def add_common_options(parser: argparse.ArgumentParser, *, steps: int, batch_siz
         "--learning-rate", type=parse_positive_number, help="(default: a rate that suits the optimizer)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the weights and of the order of samples (%(default)s)"
+        "--seed", type=parse_count, default=0, help="seed of the weights and of the order of samples (%(default)s)"
     )
     parser.add_argument(
         "--aggregation", choices=(*algorithms.CHOICES, *algorithms.names()), help="algorithm (default: the job's)"
     )
     parser.add_argument("--density", type=parse_share, help="share of a gradient that is sent (default: the job's)")
     parser.add_argument(
-        "--warmup-steps", type=parse_positive, help="steps until this density is reached (default: the job's)"
+        "--warmup-steps", type=parse_count, help="steps until this density is reached (default: the job's)"
     )
 
 
