@@ -144,9 +144,15 @@ def _add_loggers(job: TrainingJob, loggers: str | None) -> TrainingJob:
 
 
 def _build_command(target: Target) -> list[str]:
-    if target.is_module:
-        return ["python", "-m", target.program]
     path = Path(target.program)
+    if target.is_module:
+        if path.suffix == ".py" and _is_file(path if target.root is None else target.root / path):
+            raise JobError(
+                f"-m {target.program} names a file, not a module",
+                cause="python -m would run the whole script as a package of this name, and then fail",
+                next_step=f"pass the script without -m: {target.program}",
+            )
+        return ["python", "-m", target.program]
     if not _is_file(path):
         is_folder = bool(target.program) and os.path.isdir(path)
         raise JobError(
@@ -175,6 +181,8 @@ def _is_file(path: Path) -> bool:
 
 def _find_path_in(root: Path, path: Path) -> str:
     """Return the path of a script in the folder that is sent. Raises JobError if it is not in this folder."""
+    if not root.is_dir():
+        raise JobError(f"{root} is not a folder", next_step="pass the folder of your code: --sync .")
     try:
         return path.resolve().relative_to(root.resolve()).as_posix()
     except ValueError:

@@ -71,6 +71,8 @@ def test_options_replace_the_fields_of_a_file() -> None:
         (Target(""), "'' does not exist"),
         (Target("n" * 300), "nnn' does not exist"),
         (Target("."), "'.' is a folder"),
+        (Target("train_it.py", is_module=True), "Next: pass the script without -m: train_it.py"),
+        (Target("train_it.py", root=Path("nope")), "nope is not a folder"),
         (Target("data.txt"), "is neither a Python script, nor the file of a TrainingJob, nor executable"),
         (Target(str(CHAR_GPT), arguments=("--epochs",)), "arguments after -- cannot be used with the file"),
         (Target(str(CHAR_GPT), image="mine:1"), "--image cannot be used with the file"),

@@ -69,7 +69,7 @@ def test_the_script_is_found_in_the_folder_that_is_sent(
     ("words", "message"),
     [
         (["train.py"], "send the folder of the code: --sync ."),
-        (["train.py", "--sync", "absent"], "is not in the folder absent"),
+        (["train.py", "--sync", "absent"], "absent is not a folder"),
         (["absent.py", "--sync", "."], "'absent.py' does not exist"),
         (["train.py", "--sync", ".", "-r", "absent.txt"], "absent.txt cannot be read"),
         (["job.yaml", "--sync", "."], "the job names its own spec.source"),
