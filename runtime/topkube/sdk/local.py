@@ -82,10 +82,16 @@ class LocalBackend:
 
     def submit(self, job: TrainingJob, code: PackedSource, packages: tuple[str, ...]) -> None:
         folder = self.directory / job.name
-        if job.name in self._jobs or folder.exists():
+        if job.name in self._jobs:
             raise ClusterError(
                 f"there is a job {job.name} already, in {folder}",
                 next_step=f"client.delete({job.name!r}), or choose another name",
+            )
+        if folder.exists():
+            raise ClusterError(
+                f"there is a folder {folder} already",
+                cause="it holds a job of an earlier process",
+                next_step="remove the folder, or choose another name",
             )
         if missing := _list_missing_packages(packages):
             warnings.warn(

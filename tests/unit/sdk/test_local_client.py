@@ -228,6 +228,14 @@ def test_the_name_of_an_existing_job_is_refused(client: TrainingClient) -> None:
         client.train(add_up, arguments={"value": 1.0}, name="same")
 
 
+def test_the_folder_of_a_job_of_an_earlier_process_is_refused(client: TrainingClient) -> None:
+    """`client.delete` knows only jobs of this process, so the error must not send the user there."""
+    folder = client._backend.directory / "same"  # type: ignore[attr-defined]
+    folder.mkdir(parents=True)
+    with pytest.raises(ClusterError, match="Next: remove the folder, or choose another name"):
+        client.train(add_up, arguments={"value": 1.0}, name="same")
+
+
 def test_a_folder_that_somebody_has_removed_does_not_break_the_list(client: TrainingClient, tmp_path: Path) -> None:
     name = client.train(fail, slots=2)
     with pytest.raises(LaunchError):
