@@ -94,7 +94,7 @@ def _refuse_other_files(listing: Listing, view: Path) -> None:
                 raise DatasetError(
                     f"--view {view} has files that are not of a view of this dataset, such as {inside}",
                     cause="the folder is in use for something else, or the dataset has changed",
-                    next_step="name a new folder, or remove these files",
+                    next_step="name a new folder",
                 )
 
 
