@@ -7,6 +7,7 @@ changes of the weights.
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -242,15 +243,26 @@ class LocalSgd(CodecAllReduce):
         return Rounded(length, wire)
 
 
+def _draw_signs_of_zeros(values: Array, node: int) -> None:
+    """Give each 0 in `values` a random sign bit. If all zeros had one sign, weights without a gradient, such as those
+    of padding, would move in one direction in every step. The signs follow from the values and the node, so a run that
+    resumes draws the same."""
+    zeros = np.flatnonzero(values == 0)
+    if len(zeros):
+        signs = np.random.default_rng((zlib.crc32(values.data), node)).integers(2, size=len(zeros))
+        values[zeros] = np.copysign(np.float32(0), signs - np.float32(0.5))
+
+
 class SignSgd(ShardAllReduce):
     """Majority vote (Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant",
     2019). An element gets the sign of most ranks, or 0 if the votes are even; a node votes for all its ranks. Its
     magnitude is the mean |x| of its block of 256 elements, averaged over the nodes, so that the result has the unit of
-    a gradient. There is no residual: what was not sent is lost."""
+    a gradient. There is no residual: what was not sent is lost. A bit has no 0: a node that has 0 votes at random."""
 
     def pack(self, shard: Shard) -> Any:
         values = shard.scratch("values", len(shard.values), "float32")
         values[:] = shard.values
+        _draw_signs_of_zeros(values, shard.world.node)
         rows = shard.rows(max(map(count_sign_bytes, shard.lengths)))
         scales, bits = view_signs(rows[shard.world.node], len(values))
         shard.finite.append(kernels.sign_pack_(values, scales, bits)[2])

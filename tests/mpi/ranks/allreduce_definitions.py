@@ -48,7 +48,7 @@ def case_signsgd_is_a_majority_vote(world: World) -> None:
     x = arrays[world.rank].copy()
     topkube.allreduce_(x, algorithm="signsgd")
     bounds = [length * i // world.shards for i in range(world.shards + 1)]
-    expected = np.zeros(length)
+    expected, is_drawn = np.zeros(length), np.zeros(length, bool)
     for start, stop in itertools.pairwise(bounds):
         for first in range(start, stop, 256):
             block = slice(first, min(first + 256, stop))
@@ -59,13 +59,32 @@ def case_signsgd_is_a_majority_vote(world: World) -> None:
                     total = total + arrays[rank][block]
                 total = total * np.float32(1 / world.size)
                 votes += np.where(np.signbit(total), -len(ranks), len(ranks))
+                is_drawn[block] |= total == 0
                 scale += float(np.abs(total.astype(np.float64)).mean().astype(ml_dtypes.bfloat16))
             expected[block] = np.sign(votes) * scale
+    x[is_drawn] = expected[is_drawn] = 0  # a node that has 0 votes at random
     scales = np.abs(x[np.abs(x) > 0]) / np.abs(expected[np.abs(x) > 0])
     assert (np.sign(x) == np.sign(expected)).all()
     assert (np.abs(scales - 1) < 2.0**-7).all(), "a mean may round to the next bfloat16"
     if world.node_ranks == [[0], [1]]:
         assert (x[:512] == 0).all()
+
+
+def case_signsgd_moves_elements_without_a_gradient_in_no_direction(world: World) -> None:
+    """Zeros of all ranks get either sign equally often, the same on all ranks, and from the same arrays again."""
+    total, count = np.zeros(1_000), 64
+    for step in range(count):
+        results = []
+        for _ in range(2):
+            x = draw_inputs(world, 4_000, seed=100 + step)[world.rank]
+            x[::4] = 0
+            topkube.allreduce_(x, algorithm="signsgd")
+            assert len(set(world.comm.allgather(x.tobytes()))) == 1
+            results.append(x)
+        assert (results[0] == results[1]).all()
+        total += np.sign(results[0][::4])
+    assert abs(total.mean()) < 0.1 * count, total.mean()
+    assert np.abs(total).max() < 0.8 * count, np.abs(total).max()
 
 
 def case_powersgd_follows_its_definition(world: World) -> None:
