@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from topkube.files import replace_file
 from topkube.installation import build_install_command
 from topkube.planning.step import Prediction
 from topkube.telemetry.plot import GRID, INK, MUTED, PlotError
@@ -55,12 +56,12 @@ def draw_sweep(rows: list[tuple[int, list[Prediction]]], path: Path, title: str)
             axes.set_axisbelow(True)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path)
+            with replace_file(path) as part:
+                figure.savefig(part, format=path.suffix[1:].lower())
         except (OSError, ValueError) as error:
             raise PlotError(
                 f"the picture could not be written to {path}: {error}",
-                cause="the folder is not writable, or matplotlib does not know the format of this ending",
-                next_step="pass a file that ends in .png, .pdf or .svg",
+                next_step="pass another --plot",
             ) from error
         finally:
             pyplot.close(figure)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from topkube.errors import ArgumentError, TopKubeError
+from topkube.files import replace_file
 from topkube.installation import build_install_command
 from topkube.telemetry.history import PARTS, History
 from topkube.telemetry.summary import average_edge_losses, describe_mean
@@ -90,7 +91,8 @@ def draw(history: History, path: Path, title: str) -> None:
             lower.set_xlim(steps[0], steps[-1])
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path)
+            with replace_file(path) as part:
+                figure.savefig(part, format=path.suffix[1:].lower())
         except (OSError, ValueError) as error:
             raise PlotError(f"the plot {path} cannot be written: {error}", next_step="pass another --plot") from None
         finally:

@@ -53,6 +53,25 @@ def test_a_plot_without_a_format_is_refused_before_the_training(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("option", ["--plot", "--trace"])
+@pytest.mark.parametrize(
+    ("name", "problem"), [("file/a/result.png", "file is not a folder"), ("folder.png", "it is a folder")]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_training(
+    option: str, name: str, problem: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.png").mkdir()
+    assert run_app(["run", "train.py", option, name]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{option} {name}: no file can be written there:" in error
+    assert problem in error
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("buffers", ["", "1"], ids=["buffered", "unbuffered"])
 def test_a_full_disk_under_the_output_does_not_end_the_run(buffers: str, tmp_path: Path) -> None:
     """Also if nobody sees the end: `nohup topkube run … > out.log &`. A container often sets PYTHONUNBUFFERED."""

@@ -13,6 +13,7 @@ from typing import IO, Literal, cast
 
 from rich.console import Console
 
+from topkube.cli.output_file import check_output_file
 from topkube.cli.run.lasting_output import LastingOutput
 from topkube.cli.run.options import RunOptions
 from topkube.cli.run.report import TRACES, describe_aggregation, report_run, say
@@ -44,6 +45,9 @@ def run_job(options: RunOptions) -> int:
         return _print_job(job, options.dry_run, options.target)
     if options.plot is not None and options.draw:
         check_ending(options.plot)
+        check_output_file("--plot", options.plot)
+    if options.trace is not None:
+        check_output_file("--trace", options.trace)
     loggers = check_loggers(options.target.loggers or "")
     mpi = mpi_library.find_mpi()
     with open_fresh_directory(options.run_directory, job, time.localtime()) as directory:
