@@ -4,6 +4,7 @@ its output."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import signal
@@ -207,12 +208,13 @@ def test_a_signal_takes_effect_while_nobody_reads_the_output(tmp_path: Path) -> 
     patient = "import sys; from topkube.launch import rank; from topkube.launch.output import rank_log; "
     patient += "rank_log._PATIENCE_SECONDS = 1000.0; rank.main(sys.argv[1:])"
     shim = [sys.executable, "-c", patient, "--", "sh", "-c", script]
-    with subprocess.Popen(
-        shim, env=environment, stdout=subprocess.PIPE, start_new_session=True, pipesize=PAGE
-    ) as running:
+    read_end, full = os.pipe()
+    fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, PAGE)
+    os.write(full, bytes(PAGE))
+    with subprocess.Popen(shim, env=environment, stdout=full, start_new_session=True) as running:
         try:
             end = time.monotonic() + 120
-            while not (tmp_path / "rank-0.log").exists() or (tmp_path / "rank-0.log").stat().st_size <= PAGE:
+            while not (tmp_path / "rank-0.log").exists() or not (tmp_path / "rank-0.log").stat().st_size:
                 assert time.monotonic() < end
                 time.sleep(0.01)
             running.send_signal(signal.SIGTERM)
@@ -220,6 +222,8 @@ def test_a_signal_takes_effect_while_nobody_reads_the_output(tmp_path: Path) -> 
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)  # else the script prints until the disk is full
+    os.close(read_end)
+    os.close(full)
 
 
 def test_a_reader_that_is_slow_at_the_end_gets_all_output(tmp_path: Path) -> None:
