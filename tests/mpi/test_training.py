@@ -15,7 +15,7 @@ CASES = (
     "training.mixed_precision,training.checkpoints,training.resumptions,training.parallel_tensor,coordination,"
     "training.phases"
 )
-SCRIPTS = "training.scripts,training.tensor_kinds,training.owed,training.refusals"
+SCRIPTS = "training.scripts,training.script_gradients,training.tensor_kinds,training.owed,training.refusals"
 SCRIPT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 2)]}
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 2), (2, 1)]}
 
