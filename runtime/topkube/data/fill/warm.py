@@ -83,6 +83,8 @@ def warm(
 def _refuse_other_files(listing: Listing, view: Path) -> None:
     """Raise DatasetError if the directory `view` has a file that the view would remove or replace, and that is not a
     file of an earlier view: those are read-only."""
+    if not any(names for _, _, names in os.walk(view)):
+        return  # the usual case: no set of the paths of all objects
     listed = {listing.paths[index] for index in range(len(listing))}
     for folder, _, names in os.walk(view):
         for name in names:
