@@ -94,6 +94,20 @@ def create_folder(path: Path) -> Iterator[Path]:
         raise
 
 
+def explain_unwritable(path: Path, *, creates_folders: bool = False) -> str:
+    """Return why no file can be written at `path`, "" if one can: for work whose result the file gets. With
+    `creates_folders`, folders that do not exist are created before the file."""
+    folder = Path(os.path.abspath(path)).parent
+    while creates_folders and not os.path.lexists(folder):
+        folder = folder.parent
+    if os.path.isdir(path):
+        return "it is a directory"
+    if not os.path.isdir(folder):
+        return f"{folder} is not a directory" if os.path.lexists(folder) else "its folder does not exist"
+    is_writable = os.access(path, os.W_OK) if os.path.exists(path) else os.access(folder, os.W_OK | os.X_OK)
+    return "" if is_writable else "permission denied"
+
+
 _UNSUPPORTED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems that do not sync directories, such as SMB shares on older kernels."""
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from topkube.errors import ArgumentError
+from topkube.files import explain_unwritable
 
 _WIDTH_OF_FILES = 240
 """Columns of a table that goes to a file or a pipe: more than any table needs."""
@@ -71,12 +72,8 @@ def _read_processor_name() -> str:
 
 def check_path(path: Path | None) -> None:
     """Raise ArgumentError if no file can be written at `path`: before a measurement of minutes, not after it."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise _build_path_error(path, "it is a directory")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise _build_path_error(path, "its folder does not exist" if not path.parent.is_dir() else "permission denied")
+    if path is not None and (problem := explain_unwritable(path)):
+        raise _build_path_error(path, problem)
 
 
 def _build_path_error(path: Path, reason: str) -> ArgumentError:

@@ -115,7 +115,7 @@ def test_numbers_without_a_meaning_are_refused(option: str, value: str, capsys: 
         (["--device", "tpu"], "--device is 'tpu'"),
         (["--plot", "plan.png"], "--plot needs the time of a step"),
         (["--model", "gpt2", "--compute", "0.1", "--plot", "plan.pgn"], "the ending names no format of a picture"),
-        (["--model", "gpt2", "--compute", "0.1", "--plot", "/dev/null/plan.png"], "/dev/null is not a folder"),
+        (["--model", "gpt2", "--compute", "0.1", "--plot", "/dev/null/plan.png"], "/dev/null is not a directory"),
         (["--trace", "absent.json"], "the trace absent.json cannot be read"),
         (["--model", "gpt2", "--compute", "0.1", "--device-memory", "much"], "--device-memory is 'much'"),
         (["--model", "gpt2", "--compute", "0.1", "--device-memory", "16"], "--device-memory is '16'"),

@@ -55,7 +55,7 @@ def test_a_plot_without_a_format_is_refused_before_the_training(
 
 @pytest.mark.parametrize("option", ["--plot", "--trace"])
 @pytest.mark.parametrize(
-    ("name", "problem"), [("file/a/result.png", "file is not a folder"), ("folder.png", "it is a folder")]
+    ("name", "problem"), [("file/a/result.png", "file is not a directory"), ("folder.png", "it is a directory")]
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_training(
     option: str, name: str, problem: str, tmp_path: Path,
