@@ -182,7 +182,7 @@ def join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
-def show_controls(text: str) -> str:
+def show_control_characters(text: str) -> str:
     """Return text with its control characters as kubectl shows them: ESC as ^[. A job's code writes the messages of its
     status, and must not clear or rewrite the terminal of a person who looks at them."""
     return _CONTROL_CHARACTERS.sub(lambda found: "^" + chr(ord(found[0]) % 32 + 64), text)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from topkube.cli.cluster.jobs import show_controls
+from topkube.cli.cluster.jobs import show_control_characters
 from topkube.cli.cluster.log_options import LogOptions
 from topkube.cli.cluster.log_streams import LogSource
 
@@ -55,11 +55,11 @@ class Printer:
             print(prefix + text, flush=True)
 
     def print_note(self, text: str) -> None:
-        self._notes.print(show_controls(text), style="dim", soft_wrap=True, markup=False, emoji=False)
+        self._notes.print(show_control_characters(text), style="dim", soft_wrap=True, markup=False, emoji=False)
 
     def print_kept_failure(self, note: str, failure: dict[str, Any]) -> None:
         """Show what the status keeps of a failure, if there are no pods."""
-        print(show_controls(note), file=sys.stderr)
+        print(show_control_characters(note), file=sys.stderr)
         if failure.get("logTail") and self._out.is_terminal:
             from rich.text import Text
 

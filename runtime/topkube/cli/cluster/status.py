@@ -26,7 +26,7 @@ from topkube.cli.cluster.jobs import (
     read_event_time,
     read_index,
     read_phase,
-    show_controls,
+    show_control_characters,
 )
 from topkube.cli.cluster.watches import JobWatch, find_list_pause
 from topkube.cli.columns import align_columns
@@ -104,7 +104,7 @@ def _show(view: View, as_json: bool) -> None:
 
     console = Console(highlight=False)
     for line in build_report(view, datetime.now(UTC), bar=console.is_terminal):
-        console.print(show_controls(line), markup=True, soft_wrap=True, emoji=False)
+        console.print(show_control_characters(line), markup=True, soft_wrap=True, emoji=False)
 
 
 def _follow(api: Api, options: StatusOptions, name: str) -> int:
@@ -127,11 +127,13 @@ def _follow(api: Api, options: StatusOptions, name: str) -> int:
                     view = _gather_view_while_watching(api, job)
                     read_again_at = time.monotonic() + find_list_pause(len(view.pods))
                 lines = build_report(replace(view, job=job), datetime.now(UTC), bar=True)
-                live.update(Text("\n").join(Text.from_markup(show_controls(line), emoji=False) for line in lines))
+                live.update(
+                    Text("\n").join(Text.from_markup(show_control_characters(line), emoji=False) for line in lines)
+                )
             elif options.json:
                 print(json.dumps(job), flush=True)
             else:
-                line = show_controls(_format_line(job))
+                line = show_control_characters(_format_line(job))
                 if line != printed:
                     print(line, flush=True)
                 printed = line
@@ -187,7 +189,7 @@ def _list_all_jobs(api: Api, options: StatusOptions) -> int:
                 _format_age(metadata.get("creationTimestamp"), now),
             ]
         )
-    print("\n".join(map(show_controls, align_columns(rows, ""))))
+    print("\n".join(map(show_control_characters, align_columns(rows, ""))))
     return 0
 
 

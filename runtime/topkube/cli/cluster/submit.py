@@ -18,7 +18,7 @@ from topkube.cli.cluster.jobs import (
     find_exit_code,
     find_waiting_reason,
     read_phase,
-    show_controls,
+    show_control_characters,
 )
 from topkube.cli.cluster.watches import JobWatch
 from topkube.cli.script_job import Target, load_job
@@ -215,11 +215,11 @@ def wait_for_end(api: Api, name: str, seconds: float | None) -> int:
             state = ": ".join(part for part in (read_phase(job), find_waiting_reason(job)) if part)
             if state != printed:
                 printed = state
-                print(show_controls(f"{name}: {state}"), file=sys.stderr, flush=True)
+                print(show_control_characters(f"{name}: {state}"), file=sys.stderr, flush=True)
             if read_phase(job) in FINISHED_PHASES:
                 failure = (job.get("status") or {}).get("firstFailure") or {}
                 if read_phase(job) == "Failed" and failure.get("message"):
-                    print(show_controls(f"{name}: {failure['message']}"), file=sys.stderr)
+                    print(show_control_characters(f"{name}: {failure['message']}"), file=sys.stderr)
                 return find_exit_code(job)
     except TimeoutError:
         print(
